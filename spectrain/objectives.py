@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from spectrain.config import ObjectiveConfig, choose
+from spectrain.features import FeatureBatch
+from spectrain.kernels.linear_divergence import TERMS, Teacher, linear_divergence
+from spectrain.target import Target
+
+CHUNK = 64  # target rows; 64 x 8192 float32 are 2 MiB, which stay in the cache beside the rows' logits
+
 
 @dataclass(frozen=True)
 class RowIndex:
@@ -29,3 +36,86 @@ class Rows:
 
     index: RowIndex
     state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """loss: scalar with graph, this batch's share of the step's loss; stats: sums per slot, float64 [K], not divided:
+    "loss" (weighted share), "alpha" (exact sum min(p, q)), "agree" (same arg-max), "count" (supervised rows)."""
+
+    loss: torch.Tensor
+    stats: dict[str, torch.Tensor]
+
+
+# Terms that compare with the target's law renormalised on the kept ids, where its arg-max is kept (field case O-V03).
+RENORMALISED = ("ce", "kl", "reverse_kl")
+
+
+class Objective:
+    """Weighted sum of divergences, each divided by its own global count per slot.
+
+    loss = sum_term w_term sum_k decay^k / N(term, k) sum_rows term(row), N over all processes and micro-steps of the step.
+    """
+
+    def __init__(self, config: ObjectiveConfig, drafter, target: Target):
+        for term in config.terms:
+            choose("objective.terms", term, TERMS)
+        self.config = config
+        kept = drafter.kept_ids
+        self.kept_ids = kept
+        self.whole = len(kept) == target.vocab_size
+        self.teacher_head = target.head.weight[kept].float()
+        self.adjust = target.adjust
+        self.position = torch.full((target.vocab_size,), -1, device=kept.device)
+        self.position[kept] = torch.arange(len(kept), device=kept.device)
+
+    def _counted(self, term: str, index: RowIndex, batch: FeatureBatch) -> torch.Tensor:
+        """bool [R]: rows that the term counts."""
+        if term == "ce":
+            return self.position[batch.tokens.ids[index.source + 1]] >= 0
+        if term in RENORMALISED:
+            return self.position[batch.argmax[index.source]] >= 0
+        return torch.ones_like(index.row, dtype=torch.bool)
+
+    def count(self, index: RowIndex, batch: FeatureBatch) -> torch.Tensor:
+        """Rows per (term, slot), float64 [terms, K]; sum over micro-batches and processes, then pass to `loss`."""
+        counts = torch.zeros(len(self.config.terms), index.slots, dtype=torch.float64, device=index.row.device)
+        for i, term in enumerate(self.config.terms):
+            counted = self._counted(term, index, batch)
+            counts[i] = torch.bincount(index.slot[counted], minlength=index.slots)
+        return counts
+
+    def loss(self, rows: Rows, batch: FeatureBatch, head_WD: torch.Tensor, counts: torch.Tensor) -> ObjectiveResult:
+        """This batch's share of the loss of the optimizer step whose global counts are `counts` [terms, K]."""
+        index = rows.index
+        if not len(index.row):
+            zeros = torch.zeros(index.slots, dtype=torch.float64)
+            zero = rows.state.sum() + 0.0 * head_WD.sum()
+            return ObjectiveResult(zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")})
+        decay = self.config.slot_decay ** torch.arange(index.slots, dtype=torch.float64, device=counts.device)
+        weights = {}
+        for i, (term, weight) in enumerate(self.config.terms.items()):
+            per_slot = weight * decay / counts[i].clamp(min=1)
+            counted = self._counted(term, index, batch)
+            weights[term] = torch.where(counted, per_slot[index.slot], 0.0).float()
+        sources, local = torch.unique(index.source, return_inverse=True)
+        teacher = Teacher(batch.final[sources], batch.lse[sources], self.teacher_head, self.adjust)
+        loss, per_row = linear_divergence(
+            rows.state,
+            head_WD,
+            teacher,
+            local,
+            index.slot,
+            weights,
+            label_R=self.position[batch.tokens.ids[index.source + 1]] if "ce" in weights else None,
+            top1_M=self.position[batch.argmax[sources]],
+            lambda_decay=self.config.lambda_decay,
+            chunk=self.config.chunk or CHUNK,
+        )
+        stats = {name: self._per_slot(index, value) for name, value in per_row.items()}
+        stats["count"] = torch.bincount(index.slot, minlength=index.slots).double()
+        return ObjectiveResult(loss, stats)
+
+    @staticmethod
+    def _per_slot(index: RowIndex, value_R: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(index.slots, dtype=torch.float64).index_add_(0, index.slot, value_R.double())

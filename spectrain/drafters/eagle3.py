@@ -1,0 +1,244 @@
+"""EAGLE-3: one decoder layer over fused target states, trained on its own unrolled outputs (Li et al. 2025, section 3).
+
+Row t pairs the target's states at token t (taps fused by `fc`) with the embedding of token t + 1; step k (slot k) uses token
+t + 1 + k, its own output of step k - 1 as state, rotary position t + k, and predicts token t + 2 + k. The root of decoding is
+x_n with n = t + 1. Row t counts at step k iff tokens t + 1 and t + 2 + k lie in one span. Worked example, one document of 8
+tokens with span {3, 4, 5} and 3 steps:
+    step 0: rows 2, 3 (predict tokens 4, 5)   step 1: row 2 (token 5)   step 2: none
+The state fed back is the layer's output before `norm`; `norm` then `lm_head` give the logits over the kept ids.
+Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+
+from spectrain.data.packing import TokenBatch
+from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, spans
+from spectrain.features import FeatureBatch
+from spectrain.kernels.ttt_attention import Run, ttt_attention
+from spectrain.objectives import RowIndex, Rows
+from spectrain.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    family: str = "eagle3"
+    draft_vocab: int = 32000
+    """Kept ids of the draft vocabulary; 0 keeps the target's whole vocabulary."""
+    unroll: int = 7
+    """Steps of the training-time test, K."""
+    taps: list[int] = field(default_factory=list)
+    """Layer ids of the target's states, strictly increasing; empty: 1, n//2 - 1, n - 4."""
+    init: str = "target"
+    """target: layer, norms and head start from the target's own last layer and head rows. random: only the head does."""
+
+    def __post_init__(self):
+        if self.init not in ("target", "random"):
+            raise ValueError(f"drafter.init={self.init!r}: expected target or random")
+        if self.unroll < 1:
+            raise ValueError(f"drafter.unroll={self.unroll}: expected at least 1")
+        if sorted(set(self.taps)) != list(self.taps):
+            raise ValueError(f"drafter.taps={self.taps}: expected strictly increasing layer ids")
+
+
+class Attention(nn.Module):
+    """Projections over [norm(embedding), norm(state)]; the two halves are applied apart, so that a token's embedding half
+    is computed once for all steps."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        D, K = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(2 * D, config.num_attention_heads * K, bias=False)
+        self.k_proj = nn.Linear(2 * D, config.num_key_value_heads * K, bias=False)
+        self.v_proj = nn.Linear(2 * D, config.num_key_value_heads * K, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
+        self.sizes = [p.out_features for p in (self.q_proj, self.k_proj, self.v_proj)]
+        self.head_dim = K
+        self.scale = K**-0.5
+
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stacked q, k, v weights of the embedding half and of the state half, each [(H + 2G) K, D]."""
+        stacked = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        D = stacked.shape[1] // 2
+        return stacked[:, :D], stacked[:, D:]
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[N, (H + 2G) K] -> q [H, N, K], k and v [G, N, K]."""
+        return tuple(x.view(len(x), -1, self.head_dim).transpose(0, 1) for x in qkv.split(self.sizes, -1))
+
+
+class Midlayer(nn.Module):
+    """The decoder layer. The residual is the state before `hidden_norm`."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = GatedMLP(D, config.intermediate_size)
+
+    def finish(self, state_ND: torch.Tensor, mixed_HNK: torch.Tensor) -> torch.Tensor:
+        """State after attention output and MLP."""
+        state = state_ND + self.self_attn.o_proj(mixed_HNK.transpose(0, 1).flatten(1))
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class Eagle3(nn.Module):
+    """The network. state_dict() holds the trained tensors under the names that engines read; the embedding is the target's."""
+
+    def __init__(self, config: Config, target: Target, kept_ids: torch.Tensor):
+        super().__init__()
+        self.config = config
+        self.taps = tuple(config.taps) or default_taps(target.num_layers)
+        if self.taps[-1] >= target.num_layers or self.taps[0] < 0:
+            raise ValueError(f"drafter.taps={list(self.taps)}: the target has layers 0 to {target.num_layers - 1}")
+        self.draft_config = draft_config(target, len(kept_ids))
+        D, eps = target.hidden_size, self.draft_config.rms_norm_eps
+        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        self.midlayer = Midlayer(self.draft_config)
+        self.norm = RMSNorm(D, eps)
+        self.lm_head = nn.Linear(D, len(kept_ids), bias=False)
+        self.rotary = Rotary(self.draft_config)
+        self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
+        self._embedding = (target.embedding,)  # in a tuple, so that it is no submodule
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The target's own embedding of tokens (its scale included), in the drafter's dtype."""
+        return self._embedding[0](ids_T).to(self.fc.weight.dtype)
+
+    def head_weight(self) -> torch.Tensor:
+        return self.lm_head.weight
+
+    def index(self, tokens: TokenBatch) -> RowIndex:
+        """The supervised (row, slot) pairs, step after step; within a step in the order of the tokens."""
+        found = spans(tokens)
+        rows, slots = [], []
+        for k in range(self.config.unroll):
+            step = [torch.arange(max(a - 1, d), b - 2 - k) for d, a, b in found if b - 2 - k > max(a - 1, d)]
+            rows += step
+            slots.append(torch.full((sum(map(len, step)),), k))
+        row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.long)
+        slot = torch.cat(slots).long()
+        return RowIndex(row=row, slot=slot, source=row + 1 + slot, slots=self.config.unroll)
+
+    def rows(self, batch: FeatureBatch) -> Rows:
+        """Unroll K steps over the packed row; the state after the final norm for every supervised pair."""
+        tokens = batch.tokens
+        index = self.index(tokens)
+        steps = [index.row[index.slot == k] for k in range(index.slots)]
+        begins = torch.tensor(tokens.offsets)[tokens.document_ids.cpu()]
+        layer, attn = self.midlayer, self.midlayer.self_attn
+        w_embed, w_state = attn.halves()
+        embed = F.linear(layer.input_layernorm(self.embed(tokens.ids)), w_embed)
+        fused = self.fc(batch.taps.to(self.fc.weight.dtype).flatten(1))
+        key_size = attn.sizes[0]
+        # keys and values of step 0: every token is context for the rows after it
+        normed = layer.hidden_norm(fused)
+        kv = F.linear(normed[:-1], w_state[key_size:]) + embed[1:, key_size:]
+        k0, v0 = (x.view(len(x), -1, attn.head_dim).transpose(0, 1) for x in kv.chunk(2, -1))
+        k0 = rotate(k0, self.rotary(tokens.positions[:-1], kv))
+        state, outs = fused, []
+        own: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # rows, keys, values of steps 1 ..
+        before = torch.arange(len(tokens))
+        for k, rows in enumerate(steps):
+            if not len(rows):
+                break
+            state = state[torch.searchsorted(before, rows)]
+            angle = self.rotary(tokens.positions[rows] + k, state)
+            normed = layer.hidden_norm(state)
+            if k == 0:
+                q = F.linear(normed, w_state[:key_size]) + embed[rows + 1, :key_size]
+                q, keys, values = q.view(len(q), -1, attn.head_dim).transpose(0, 1), None, None
+            else:
+                q, key, value = attn.split(F.linear(normed, w_state) + embed[rows + 1 + k])
+                own = [(r, *(x[:, torch.searchsorted(r, rows)] for x in kv)) for r, *kv in own]
+                own = [(rows, *kv) for _, *kv in own] + [(rows, rotate(key, angle), value)]
+                keys, values = (torch.stack([o[i] for o in own]) for i in (1, 2))
+            mixed = ttt_attention(rotate(q, angle), k0, v0, keys, values, runs(rows, begins), attn.scale)
+            state = layer.finish(state, mixed)
+            outs.append(self.norm(state))
+            before = rows
+        empty = fused.new_empty(0, fused.shape[1])
+        return Rows(index=index, state=torch.cat(outs) if outs else empty)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's layer ids: one low, one middle, one high."""
+    return tuple(sorted({1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers)))) or (num_layers - 1,)
+
+
+def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
+    """Consecutive rows of one document as runs for the attention."""
+    edge = torch.ones(len(rows) + 1, dtype=torch.bool)
+    edge[1:-1] = (rows[1:] != rows[:-1] + 1) | (begins[rows[1:]] != begins[rows[:-1]])
+    bounds = edge.nonzero()[:, 0].tolist()
+    firsts, docs = rows[bounds[:-1]].tolist(), begins[rows[bounds[:-1]]].tolist()
+    return tuple(
+        Run(first=a, count=b - a, row=row, begin=doc)
+        for a, b, row, doc in zip(bounds, bounds[1:], firsts, docs, strict=False)
+    )
+
+
+def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
+    """The draft layer's shape, derived from the target: width, heads, MLP, rotary embedding, norm epsilon."""
+    c = target.config.to_dict()
+    rope = c.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = rope.get("full_attention", rope)
+    heads = c["num_attention_heads"]
+    inner = c.get("intermediate_size") or c.get("n_inner") or 4 * target.hidden_size
+    return LlamaConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=c.get("num_key_value_heads") or heads,
+        head_dim=c.get("head_dim") or target.hidden_size // heads,
+        rms_norm_eps=c.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=c["max_position_embeddings"],
+        rope_parameters=rope,
+        vocab_size=target.vocab_size,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
+    """An initialised drafter on the target's device. kept_ids: int64 [W], ascending target ids of the draft vocabulary."""
+    drafter = Eagle3(config, target, kept_ids)
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
+    share_tensor(drafter.lm_head.weight, target.head.weight[kept_ids.to(target.device)].float())
+    if config.init == "target":
+        start_from_last_layer(drafter, target)
+    return drafter.to(target.device)
+
+
+def start_from_last_layer(drafter: Eagle3, target: Target) -> None:
+    """Start from what the target knows: the state half of the projections, the output projection, MLP and norms of its last
+    layer, `fc` passing the highest tap through. Shapes that differ keep their random start."""
+    D = target.hidden_size
+    state = target.layers[-1].state_dict()
+    ours = dict(drafter.midlayer.named_parameters())
+    with torch.no_grad():
+        for name, value in state.items():
+            value = value.float()
+            if name == "input_layernorm.weight":
+                name = "hidden_norm.weight"
+            if name in ours and ours[name].shape == value.shape:
+                ours[name].copy_(value)
+            elif name in ours and ours[name].shape == (value.shape[0], 2 * value.shape[1]):
+                ours[name][:, D:] = value
+                ours[name][:, :D] *= 0.5
+        drafter.fc.weight.mul_(0.1)
+        drafter.fc.weight[:, -D:] += torch.eye(D)
+        final_norm = [m for m in target.decoder.children() if "RMSNorm" in type(m).__name__]
+        if final_norm:
+            drafter.norm.weight.copy_(final_norm[-1].weight.float())
