@@ -4,7 +4,7 @@ Knows token ids and masks, nothing of text, models or files. Documents never see
 target, drafter attention, labels and slots. A span is a maximal run of supervised tokens of one document.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,3 +70,22 @@ def pack(samples: Sequence[Sample]) -> TokenBatch:
         offsets=offsets,
         sample_ids=tuple(s.id for s in samples),
     )
+
+
+def plan_rows(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> list[list[int]]:
+    """Cut `order` (indices into `lengths`) into consecutive rows of at most `max_tokens` tokens.
+
+    lengths 3, 2, 4, 1 in order 0, 1, 2, 3 with at most 5 tokens give [0, 1], [2, 3]. Raises ValueError for a sample that
+    does not fit a row by itself.
+    """
+    rows: list[list[int]] = []
+    room = 0
+    for i in order:
+        if lengths[i] > max_tokens:
+            raise ValueError(f"a sample of {lengths[i]} tokens does not fit train.micro_tokens={max_tokens}")
+        if lengths[i] > room:
+            rows.append([])
+            room = max_tokens
+        rows[-1].append(i)
+        room -= lengths[i]
+    return rows
