@@ -151,11 +151,15 @@ class Target:
         return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
     def fingerprint(self) -> dict[str, str]:
-        """Hashes that tell one target from another: config, weights, tokenizer, and the dtype."""
-        config = {k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+        """Hashes that tell one target from another: config, weights, tokenizer; and the dtype.
+
+        Weights are hashed as bfloat16 and the config without its dtype, so only the last entry depends on the dtype.
+        """
+        unhashed = ("transformers_version", "dtype", "torch_dtype")
+        config = {k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k not in unhashed}
         weights = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
-            sample = tensor.flatten()[:: max(1, tensor.numel() // 4096)].float().cpu()
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 4096)].to(torch.bfloat16).float().cpu()
             weights.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
         tokenizer = "" if self.tokenizer is None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         return {
