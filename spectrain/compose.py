@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from spectrain.config import RunConfig, choose
@@ -60,9 +60,12 @@ def compose(words: list[str]) -> RunConfig:
         OmegaConf.set_struct(values, False)
         for override in OverridesParser.create().parse_overrides([f"{k}={v}" for k, v in pairs.items()]):
             OmegaConf.update(values, override.key_or_group, override.value(), merge=False, force_add=True)
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}: recipe {name} needs it: {error.full_key}=VALUE") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(" ".join(str(error).split())) from error
-    return typed(cast(dict, OmegaConf.to_container(values, resolve=True)))
+    return typed(cast(dict, plain))
 
 
 def typed(values: dict[str, Any]) -> RunConfig:

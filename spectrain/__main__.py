@@ -1,0 +1,122 @@
+"""The command: python -m spectrain recipe=NAME [stages=...] [run_dir=PATH] [key=value ...].
+
+Reads words, calls the stages, turns errors into one line and an exit code. Knows no stage's work.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from importlib.resources import files
+
+from spectrain import __version__
+from spectrain.config import ON_REQUEST, STAGES
+
+HELP = """\
+spectrain {version}: train, evaluate and export drafters for speculative decoding
+
+  python -m spectrain recipe=NAME [stages=a,b] [run_dir=PATH] [key=value ...]
+  torchrun --nproc_per_node 2 -m spectrain recipe=NAME      on several processes
+
+recipes (recipe=FILE.yaml takes your own)
+{recipes}
+stages, all but the last by default
+  {stages}
+  A finished stage is reused, a killed one goes on when run again.
+
+keys used most
+  target=PATH              folder or hub id of the target (target.path)
+  corpus.path=FILE         JSONL file of conversations
+  target.dtype=float32     dtype for capture and decoding
+  train.passes=8           times the corpus is seen
+  train.max_steps=100      optimizer steps at most
+  train.features=online    run the target in the loop, no shards on disk
+  drafter.unroll=5         steps of the training-time test (EAGLE-3)
+  eval.max_prompts=20      held-out prompts used
+  device=cpu               auto, cpu or cuda
+  All keys, types and defaults: spectrain/config.py.
+
+results in run_dir, runs/NAME by default
+  report.html report.json checkpoints/ export/ metrics.jsonl config.yaml
+
+exit codes
+  0 done   1 failed   2 wrong input   3 not lossless: a certificate failed
+  SPECTRAIN_DEBUG=1 shows the traceback of an error and the libraries' messages."""
+
+
+def main(words: list[str]) -> int:
+    """Run the command with these words and return its exit code."""
+    if {"-h", "--help"} & set(words):
+        print(help_text())
+        return 0
+    if "--version" in words:
+        print(__version__)
+        return 0
+    debug = os.environ.get("SPECTRAIN_DEBUG", "") not in ("", "0")
+    try:
+        return _run(words, debug)
+    except ValueError as error:
+        return _fail(error, 2, debug)
+    except OSError as error:
+        return _fail(error, 1, debug)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def help_text() -> str:
+    """One screen: at most 40 lines of 80 columns."""
+    from spectrain.compose import recipe_names
+
+    lines = []
+    for name in recipe_names():
+        title = files("spectrain.recipes").joinpath(f"{name}.yaml").read_text().splitlines()[0]
+        lines.append(f"  {name:16} {title.lstrip('# ')}\n")
+    return HELP.format(version=__version__, recipes="".join(lines), stages=" ".join(STAGES + ON_REQUEST))
+
+
+def _run(words: list[str], debug: bool) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("spectrain").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    if not debug:
+        silence_libraries()
+    from spectrain.compose import compose
+
+    config = compose(words)
+    from spectrain.eval.certificate import CertificateFailed
+    from spectrain.stages import run
+
+    try:
+        run(config)
+    except CertificateFailed as error:
+        return _fail(error, 3, debug)
+    return 0
+
+
+def silence_libraries() -> None:
+    """Leave the terminal to our own lines; must come before the libraries are imported."""
+    settings = {
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_SILENT": "true",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    # DeepSpeed sets its logger's level on import, so a filter must hold back what is below an error.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def _fail(error: BaseException, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
