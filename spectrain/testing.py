@@ -1,6 +1,6 @@
 """Small targets and tokenizers whose every number can be worked out by hand; for tests and benchmarks.
 
-Knows nothing of training or decoding. In `byte_tokenizer` one byte is one token and its id is the byte's value.
+Knows nothing of training or decoding. In `byte_tokenizer` one byte is one token, its id the byte's value.
 """
 
 from itertools import count
@@ -22,7 +22,9 @@ CHATML = (
 
 THINK = (
     "{% set seen = namespace(user=-1) %}"
-    "{% for turn in messages %}{% if turn.role == 'user' %}{% set seen.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for turn in messages %}"
+    "{% if turn.role == 'user' %}{% set seen.user = loop.index0 %}{% endif %}"
+    "{% endfor %}"
     "{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
     "{% if turn.role == 'assistant' and loop.index0 > seen.user %}"
     "<think>{{ turn.reasoning_content | default('') }}</think>{% endif %}"
@@ -41,7 +43,8 @@ NOTHINK = (
 TOOL = (
     "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content or '' }}"
     "{% for call in turn.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}" + GENERATION_PROMPT
 )
 """Writes tool calls with their arguments as JSON."""
@@ -69,9 +72,16 @@ def byte_tokenizer(template: str = CHATML, *, auto_bos: bool = False) -> PreTrai
 
 
 def tiny_llama(
-    *, layers: int = 4, hidden: int = 32, vocab: int = 260, heads: int = 4, kv_heads: int = 2, tied: bool = False, seed: int = 0
+    *,
+    layers: int = 4,
+    hidden: int = 32,
+    vocab: int = 260,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tied: bool = False,
+    seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A random float32 Llama; its weights depend on the arguments alone, the global random state is left as it is."""
+    """A random float32 Llama; equal arguments give equal weights, the global random state stays as it is."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -90,7 +100,7 @@ def tiny_llama(
 
 @torch.no_grad()
 def ladder_llama(*, layers: int = 4, hidden: int = 8, vocab: int = 16, norm: float = 2.0) -> LlamaForCausalLM:
-    """A Llama that climbs: the embedding of id i is 100 i in every channel, layer k adds 2**k, the final norm weighs `norm`."""
+    """A Llama that climbs: id i is embedded as 100 i in every channel, layer k adds 2**k, `norm` scales the end."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
