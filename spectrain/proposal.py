@@ -70,11 +70,13 @@ class Verdict:
 class Sampler(Protocol):
     """The one function from logits to laws, and the counter-based random streams (see decode/sampling.py)."""
 
-    def draft_law(self, logits_MV: torch.Tensor, request: int) -> torch.Tensor:
+    def draft_law(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """q, float32 [M, V], from the drafter's logits over the target vocabulary."""
 
-    def draw(self, law_V: torch.Tensor, *, request: int, root_position: int, slot: int) -> int:
-        """A token from `law_V` by the draft stream of (request, root position, slot)."""
+    def draw(
+        self, law_MV: torch.Tensor, *, requests: Sequence[int], root_positions: Sequence[int], slots: Sequence[int]
+    ) -> list[int]:
+        """A token from each row of `law_MV` by the draft stream of its (request, root position, slot)."""
 
     @property
     def greedy(self) -> bool:
@@ -82,7 +84,13 @@ class Sampler(Protocol):
 
 
 class Drafting(Protocol):
-    """A drafter at work on a batch of requests; `Drafter.start` makes one."""
+    """A drafter at work on a batch of requests; `Drafter.start` makes one.
+
+    steps: sequential calls of its network so far (one `observe` is one call). An observation with start 0 begins a new request
+    at that index and forgets the old one.
+    """
+
+    steps: int
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Take in committed tokens: the prompt at first, then what each verification accepted."""

@@ -1,0 +1,144 @@
+"""From logits to laws, and the counter-based random numbers that draw from them.
+
+One function, `law`, serves drawing, acceptance, residual and the plain baseline. Every random number is a hash of
+(seed, request key, root position, slot, purpose): it depends on nothing else, so the same seed gives the same text whatever
+batch a request is in, and no number is read twice (Leviathan et al. 2023 need independent ones). Knows no model and no tree.
+Legend: R rows, V vocabulary.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+DRAFT, COIN, RESIDUAL, BONUS = range(4)
+BLOCK = 256
+
+
+def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Ids [R] of the largest logit, the lowest id among ties; raises ValueError if a row holds NaN or +inf."""
+    rows = logits_RV.float()
+    # numpy's argmax is vectorised, torch's is not: 0.8 against 3.8 ms for 64 rows of 49,152 (2 cores, 2026-11).
+    ids = torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
+    if not rows.gather(-1, ids[:, None]).isfinite().all():
+        raise ValueError("logits are not finite: NaN, inf, or nothing but -inf in a row")
+    return ids
+
+
+def law(logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Probabilities, float32 [R, V]: temperature, then top-k, then top-p, each as transformers' generate does.
+
+    Temperature 0 is the one-hot law of the largest logit (lowest id among ties). top_k 0 and top_p 1 keep everything; logits
+    equal to the k-th are kept. Raises ValueError if a row holds NaN or +inf.
+    """
+    if temperature == 0:
+        ids = argmax(logits_RV)
+        return torch.zeros(logits_RV.shape, device=logits_RV.device).scatter_(-1, ids[:, None], 1.0)
+    scores = logits_RV.float() / temperature
+    if 0 < top_k < scores.shape[-1]:
+        kth = scores.topk(top_k, -1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        mass = torch.softmax(ordered, -1)
+        ordered[mass.cumsum(-1) - mass >= top_p] = float("-inf")
+        scores = torch.full_like(scores, float("-inf")).scatter_(-1, order, ordered)
+    probabilities = torch.softmax(scores, -1)
+    if probabilities.sum().isnan():
+        raise ValueError("logits are not finite: NaN, inf, or nothing but -inf in a row")
+    return probabilities
+
+
+def invert(law_RV: torch.Tensor, uniforms_R: Sequence[float]) -> list[int]:
+    """For each row the first id at which the cumulative mass exceeds uniform * total mass, in float64; rows need not sum to 1.
+
+    Blocks first, then inside one block, so that no [R, V] cumulative sum is formed. An id of mass 0 is never returned.
+    """
+    V = law_RV.shape[-1]
+    blocks = F.pad(law_RV, (0, -V % BLOCK)).unflatten(-1, (-1, BLOCK))
+    below = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    wanted = torch.tensor(uniforms_R, dtype=torch.float64, device=law_RV.device)[:, None] * below[:, -1:]
+    block = torch.searchsorted(below, wanted, right=True)
+    inside = blocks.take_along_dim(block[..., None], 1)[:, 0].double().cumsum(-1)
+    start = torch.where(block > 0, below.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    # Rounding of the two sums may leave the wanted mass a hair above the block's own.
+    wanted = torch.minimum(wanted - start, torch.nextafter(inside[:, -1:], inside.new_zeros(())))
+    return (block * BLOCK + torch.searchsorted(inside, wanted, right=True))[:, 0].tolist()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from logits, and the seed.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 are off; draft_temperature 0 means as `temperature`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    draft_temperature: float = 0.0
+
+    def __post_init__(self):
+        for key, value in (("temperature", self.temperature), ("draft_temperature", self.draft_temperature)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"sampling.{key}={value!r}: expected a finite value >= 0")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k={self.top_k!r}: expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p={self.top_p!r}: expected 0 < value <= 1")
+        if self.temperature == 0 and self.draft_temperature:
+            raise ValueError(f"sampling.draft_temperature={self.draft_temperature!r}: no effect at temperature 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def law(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The target's law p, float32 [R, V]."""
+        return law(logits_RV, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def draft_law(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The drafter's law q, float32 [R, V]: the same filters at the draft temperature."""
+        temperature = self.draft_temperature or self.temperature
+        return law(logits_RV, temperature=temperature, top_k=self.top_k, top_p=self.top_p)
+
+
+class Streams:
+    """Random choices of a batch: request i of the batch draws with the stable key keys[i] (see `proposal.Sampler`)."""
+
+    def __init__(self, sampling: Sampling, keys: Sequence[int]):
+        self.sampling = sampling
+        self.keys = list(keys)
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.greedy
+
+    def uniform(self, request: int, root_position: int, slot: int, purpose: int) -> float:
+        """A number in [0, 1) with 53 random bits."""
+        counter = struct.pack("<5q", self.sampling.seed, self.keys[request], root_position, slot, purpose)
+        return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+    def draft_law(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        return self.sampling.draft_law(logits_MV)
+
+    def draw(self, law_MV: torch.Tensor, *, requests, root_positions, slots) -> list[int]:
+        return self.pick(law_MV, requests, root_positions, slots, DRAFT)
+
+    def pick(self, law_MV, requests, root_positions, slots, purpose: int) -> list[int]:
+        """One id per row of `law_MV` (which need not sum to 1) by the stream of `purpose`."""
+        if self.greedy:
+            return argmax(law_MV).tolist()
+        keys = zip(requests, root_positions, slots, strict=True)
+        return invert(law_MV, [self.uniform(*key, purpose) for key in keys])
+
+    def choose(self, weights: Sequence[float], request: int, root_position: int, slot: int) -> int:
+        """The acceptance coin of one level: an index of `weights`, each with its share of the sum."""
+        bounds = np.cumsum(np.asarray(weights, np.float64))
+        u = self.uniform(request, root_position, slot, COIN)
+        return int(np.searchsorted(bounds, u * bounds[-1], side="right"))
