@@ -1,0 +1,293 @@
+"""A second, minimal EAGLE-3 that reads an exported folder and nothing else: what a serving engine computes.
+
+Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets), in plain torch and
+float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows one draft layer
+without biases, fused features without norms, un-normed residual, pre-norm feedback; a folder that asks for
+another graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
+Embeddings are given, since they are the target's, in the engines too.
+
+Row t fuses the target's states at position t with the embedding of x_{t+1}. A draft step appends a row at the
+next position that carries the output of the row before it and the embedding of the draft token.
+Legend: T rows, S draft steps (in attention: keys), D hidden, F MLP width, V vocab, W draft vocab, H heads,
+G key/value heads, K head dim, L captured layers, E hidden size of the target.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+GRAPH = {  # keys that change the computation, at the only value known here
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+ROPE_KEYS = {  # rope type: keys it needs, keys it may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow", "truncate")),
+}
+
+
+class Replay:
+    """An exported EAGLE-3 drafter.
+
+    config: parsed config.json; metadata: of model.safetensors; tensors: float32 by name; tap_ids: layer
+    outputs that fc reads, in its order; target_ids: int64 [W], the target id of each draft id.
+    Raises ValueError naming file and key or tensor where the folder breaks the contract.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "model.safetensors"
+        self.config = _read_config(folder / "config.json")
+        self.inv_freq, self.rope_scale = inv_freq(self.config)
+        self.metadata, stored = _read_tensors(path)
+        self.tap_ids = _tap_ids(folder / "config.json", self.config, self.metadata)
+        _check_tensors(path, self.config, stored)
+        self.target_ids = _target_ids(path, self.config, stored)
+        self.tensors = {name: t.float() for name, t in stored.items() if t.is_floating_point()}
+
+    @torch.no_grad()
+    def draft(
+        self,
+        taps_TLE: torch.Tensor,
+        embeds_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        draft_embeds_SD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [S + 1, V] at the last row and after each of S draft tokens.
+
+        Row i is position t = positions_T[i] with the target's states at t and the embedding of x_{t+1}.
+        Ids outside the draft vocabulary get -inf.
+        """
+        w = self.tensors
+        state_TD = taps_TLE.float().flatten(1) @ w["fc.weight"].T
+        embeds, positions = embeds_TD.float(), positions_T
+        past: list[tuple[torch.Tensor, torch.Tensor]] = []
+        logits = torch.full((len(draft_embeds_SD) + 1, self.config["vocab_size"]), -torch.inf)
+        for step in range(len(logits)):
+            out_TD = self._layer(embeds, state_TD, positions, past)
+            logits[step, self.target_ids] = w["lm_head.weight"] @ self._norm(out_TD[-1], "norm.weight")
+            embeds = draft_embeds_SD[step : step + 1].float()
+            state_TD, positions = out_TD[-1:], positions[-1:] + 1
+        return logits
+
+    def _layer(self, embed_TD, state_TD, positions_T, past) -> torch.Tensor:
+        """One decoder layer on new rows; their keys and values are added to `past`."""
+        w, H, G = self.tensors, self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        K = self.config["head_dim"]
+        pair_T2D = torch.cat(
+            (
+                self._norm(embed_TD, "midlayer.input_layernorm.weight"),
+                self._norm(state_TD, "midlayer.hidden_norm.weight"),
+            ),
+            -1,
+        )
+        q, k, v = (pair_T2D @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
+        q_HTK = self._rotate(q.unflatten(-1, (H, K)).transpose(0, 1), positions_T)
+        k_GTK = self._rotate(k.unflatten(-1, (G, K)).transpose(0, 1), positions_T)
+        past.append((k_GTK, v.unflatten(-1, (G, K)).transpose(0, 1)))
+        k_HSK, v_HSK = (torch.cat(parts, 1).repeat_interleave(H // G, 0) for parts in zip(*past, strict=True))
+        T, S = q_HTK.shape[1], k_HSK.shape[1]
+        scores = q_HTK @ k_HSK.transpose(1, 2) / math.sqrt(K)
+        scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
+        seen_THK = (torch.softmax(scores, -1) @ v_HSK).transpose(0, 1)
+        middle_TD = state_TD + seen_THK.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        x_TD = self._norm(middle_TD, "midlayer.post_attention_layernorm.weight")
+        gate_TF, up_TF = (x_TD @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return middle_TD + (torch.nn.functional.silu(gate_TF) * up_TF) @ w["midlayer.mlp.down_proj.weight"].T
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        variance = x.square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + self.config["rms_norm_eps"]) * self.tensors[name]
+
+    def _rotate(self, x_HTK: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding; dimension i is paired with i + K / 2."""
+        angle = positions_T.float()[:, None] * self.inv_freq
+        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        a, b = x_HTK.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies float32 [K / 2] and the factor on cos and sin, from either dialect of config.json.
+
+    Raises ValueError for an unknown type, a missing or unknown setting, and dialects that differ.
+    """
+    old = {"rope_theta": config.get("rope_theta"), **config.get("rope_scaling", {"rope_type": "default"})}
+    rope = config.get("rope_parameters", old)
+    if "rope_theta" in config and rope != old:
+        raise ValueError(f"config.json: rope_parameters={rope} differs from rope_theta, rope_scaling={old}")
+    kind, theta, K = rope.get("rope_type"), rope.get("rope_theta"), config["head_dim"]
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"config.json: rope_type={kind!r}: expected one of {', '.join(ROPE_KEYS)}")
+    needed, allowed = ROPE_KEYS[kind]
+    for key in ("rope_theta", *needed):
+        if rope.get(key) is None:
+            raise ValueError(f"config.json: rope_parameters.{key} is missing for rope_type={kind!r}")
+    if unknown := sorted(set(rope) - {"rope_type", "rope_theta", *needed, *allowed}):
+        raise ValueError(f"config.json: rope_parameters.{unknown[0]} is not known for rope_type={kind!r}")
+    plain = theta ** -(torch.arange(0, K, 2, dtype=torch.float32) / K)
+    if kind == "default":
+        return plain, 1.0
+    stretched = plain / rope["factor"]
+    if kind == "linear":
+        return stretched, 1.0
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original context
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(stretched, plain, keep), 1.0
+    low, high = (
+        K * math.log(rope["original_max_position_embeddings"] / (2 * math.pi * beta)) / (2 * math.log(theta))
+        for beta in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+    )
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, K - 1)
+    stretch = ((torch.arange(K // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return torch.lerp(plain, stretched, stretch), 0.1 * math.log(rope["factor"]) + 1
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the exported file must hold, and no other."""
+    D, F, K = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    V, W = config["vocab_size"], config["draft_vocab_size"]
+    H, G = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, config["num_aux_hidden_states"] * config["target_hidden_size"]),
+        "midlayer.input_layernorm.weight": (D,),
+        "midlayer.hidden_norm.weight": (D,),
+        "midlayer.self_attn.q_proj.weight": (H * K, 2 * D),
+        "midlayer.self_attn.k_proj.weight": (G * K, 2 * D),
+        "midlayer.self_attn.v_proj.weight": (G * K, 2 * D),
+        "midlayer.self_attn.o_proj.weight": (D, H * K),
+        "midlayer.post_attention_layernorm.weight": (D,),
+        "midlayer.mlp.gate_proj.weight": (F, D),
+        "midlayer.mlp.up_proj.weight": (F, D),
+        "midlayer.mlp.down_proj.weight": (D, F),
+        "norm.weight": (D,),
+        "lm_head.weight": (W, D),
+    }
+    return shapes if W == V else {**shapes, "d2t": (W,), "t2d": (V,)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: missing or damaged ({error})") from None
+    _refuse_null(path, config, "")
+    if config.get("architectures") != [ARCHITECTURE] or config.get("model_type") != "llama":
+        found = f"{config.get('architectures')} of model_type {config.get('model_type')!r}"
+        raise ValueError(f"{path}: architectures={found}: expected [{ARCHITECTURE!r}] of model_type 'llama'")
+    numbers = (
+        "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+        "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states target_hidden_size"
+    )
+    for key in (*numbers.split(), *GRAPH, "dtype", "torch_dtype"):
+        if key not in config:
+            raise ValueError(f"{path}: key {key} is missing")
+    for key, known in GRAPH.items():
+        if config[key] != known:
+            raise ValueError(f"{path}: {key}={config[key]!r}: expected {known!r}")
+    if config["dtype"] != config["torch_dtype"]:
+        raise ValueError(f"{path}: dtype={config['dtype']!r}, torch_dtype={config['torch_dtype']!r}: differ")
+    return config
+
+
+def _refuse_null(path: Path, value: Any, where: str) -> None:
+    if value is None:
+        raise ValueError(f"{path}: {where} is null, which strict readers refuse")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _refuse_null(path, item, f"{where}.{key}".lstrip("."))
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged safetensors file ({error})") from None
+    for key in ("tap_ids", "target", "target_model_type"):
+        if key not in metadata:
+            raise ValueError(f"{path}: no {key} in the file's metadata: spectrain did not write it")
+    return metadata, tensors
+
+
+def _tap_ids(path: Path, config: dict[str, Any], metadata: dict[str, str]) -> tuple[int, ...]:
+    """Layer ids from the file's metadata; config.json must name the same layers in both conventions."""
+    nested = config.get("eagle_config", {})
+    for where, keys in (("", config), ("eagle_config.", nested)):
+        if IDS_KEY not in keys:
+            raise ValueError(f"{path}: key {where}{IDS_KEY} is missing; the tapped layers are never guessed")
+    taps = tuple(json.loads(metadata["tap_ids"]))
+    shift = sglang_shift(metadata["target_model_type"], nested[IDS_KEY][0])
+    for where, ids, outputs in (
+        ("", config[IDS_KEY], [k - 1 for k in config[IDS_KEY]]),
+        ("eagle_config.", nested[IDS_KEY], [k + shift - 1 for k in nested[IDS_KEY]]),
+    ):
+        if tuple(outputs) != taps:
+            raise ValueError(
+                f"{path}: {where}{IDS_KEY}={ids} means the outputs of layers {outputs}, but the weights were "
+                f"trained on {list(taps)} (metadata of model.safetensors)"
+            )
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or len(taps) != config["num_aux_hidden_states"]:
+        raise ValueError(
+            f"{path}: layers {list(taps)} with num_aux_hidden_states={config['num_aux_hidden_states']}: "
+            "expected that many strictly increasing ids"
+        )
+    return taps
+
+
+def sglang_shift(target_model_type: str, first_id: int) -> int:
+    """What SGLang adds to a nested id to get the layer whose input it captures: 1, not for every target."""
+    sometimes = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+    return int(target_model_type not in sometimes or first_id == 1)
+
+
+def _check_tensors(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ValueError(f"{path}: tensor {name} is missing; an engine would leave it random")
+        found = tuple(tensors[name].shape)
+        if found != shape:
+            raise ValueError(f"{path}: tensor {name} has shape {found}: expected {shape}")
+        dtype = {"d2t": "int64", "t2d": "bool"}.get(name, config["dtype"])
+        if str(tensors[name].dtype) != f"torch.{dtype}":
+            raise ValueError(f"{path}: tensor {name} has dtype {tensors[name].dtype}: expected {dtype}")
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"{path}: tensor {name} holds values that are not finite")
+    if extra := sorted(set(tensors) - set(shapes)):
+        raise ValueError(f"{path}: tensor {extra[0]} is not part of an EAGLE-3 export")
+
+
+def _target_ids(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """int64 [W]: i + d2t[i]; every id without d2t, which only a full draft vocabulary may leave out."""
+    V, W = config["vocab_size"], config["draft_vocab_size"]
+    ids = torch.arange(W)
+    if W == V:
+        return ids
+    ids = ids + tensors["d2t"]
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= V:
+        raise ValueError(f"{path}: d2t holds no offsets: i + d2t[i] must rise strictly within 0 .. {V - 1}")
+    if int(tensors["t2d"].sum()) != W or not tensors["t2d"][ids].all():
+        raise ValueError(f"{path}: t2d does not mark the {W} target ids of d2t")
+    return ids
