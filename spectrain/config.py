@@ -106,8 +106,11 @@ class TrainConfig:
     """Most tokens in one packed row, the unit that one process runs at a time."""
     learning_rate: float = 1e-3
     warmup_ratio: float = 0.04
-    """Share of the steps with rising learning rate; a cosine to `min_ratio` follows."""
+    """Share of the steps with rising learning rate."""
+    schedule: str = "cosine"
+    """How the rate falls after the warm-up: cosine or linear."""
     min_ratio: float = 0.0
+    """Learning rate at the end, as a share of the full one."""
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     clip: float = 0.5
@@ -125,11 +128,15 @@ class TrainConfig:
     eval_prompts: int = 10
     """Prompts of such an evaluation."""
     max_bad_fraction: float = 0.01
+    """Largest share of samples with non-finite target states; they are left out, more of them stop the run."""
+    skip_bad: bool = False
+    """Train without the samples of damaged shards instead of stopping."""
     seed: int = 0
 
     def __post_init__(self):
         choose("train.features", self.features, ("stored", "online"))
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
+        choose("train.schedule", self.schedule, ("cosine", "linear"))
         at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)
         at_least("train.micro_tokens", self.micro_tokens, 2)
         at_least("train.passes", self.passes, 0.0)
