@@ -10,6 +10,7 @@ Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W ke
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,12 @@ from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Run, ttt_attention
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Target
+
+SHAPE_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +173,37 @@ class Eagle3(nn.Module):
             before = rows
         empty = fused.new_empty(0, fused.shape[1])
         return Rows(index=index, state=torch.cat(outs) if outs else empty)
+
+    def export_names(self, engine: str) -> dict[str, str]:
+        """Our tensor names to those of vLLM and SGLang, which are the same."""
+        return {name: name for name in self.state_dict()}
+
+    def engine_config(self, target: Target) -> dict[str, Any]:
+        """config.json's keys of this family, for vLLM and SGLang at once.
+
+        An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM reads them from the top level.
+        SGLang reads the nested list and adds 1; for ADDS_ONE_AFTER_ONE it does so only if the first id is 1.
+        """
+        points = [k + 1 for k in self.taps]
+        as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
+        if as_is and points[0] == 1:
+            raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 with this target")
+        shape = self.draft_config.to_dict()
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **{key: shape[key] for key in SHAPE_KEYS},
+            "target_hidden_size": target.hidden_size,
+            "num_aux_hidden_states": len(points),
+            "eagle_aux_hidden_state_layer_ids": points,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": points if as_is else list(self.taps),
+            },
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+        }
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
