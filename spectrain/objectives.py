@@ -101,7 +101,7 @@ class Objective:
         sources, local = torch.unique(index.source, return_inverse=True)
         teacher = Teacher(batch.final[sources], batch.lse[sources], self.teacher_head, self.adjust)
         loss, per_row = linear_divergence(
-            rows.state,
+            rows.state.float(),
             head_WD,
             teacher,
             local,
