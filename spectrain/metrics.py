@@ -1,12 +1,12 @@
 """Counters in, numbers out: tau, alpha, c, r, eta and their 95% bootstrap intervals.
 
-Every number is a ratio of sums over texts, and the sums are kept apart until the last division, so that batches,
-processes and resamples pool rightly. Definitions: docs/architecture.md (Metrics). Knows no model, engine or file.
-Legend: P texts, B resamples, K slots.
+Every number is a ratio of sums over texts, and the sums are kept apart until the last division, so that
+batches, processes and resamples pool rightly. Definitions: docs/architecture.md (Metrics). Knows no model,
+engine or file. Legend: P texts, B resamples, K slots.
 
-A cut (stop token or length) drops the tail of a verified block. A slot counts as reached iff its place in the text
-is within the cut and all slots before it were accepted, which is known before its coin is tossed; so a cut biases no
-alpha:
+A cut (stop token or length) drops the tail of a verified block. A slot counts as reached iff its place in the
+text is within the cut and all slots before it were accepted, which is known before its coin is tossed; so a
+cut biases no alpha:
 
     accepted 3 of 4 drafts, bonus kept      emitted 4   accepted after the cut 3   reached 4
     accepted 3 of 4 drafts, second is stop  emitted 2   accepted after the cut 2   reached 2   bonus cut
@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
+
+TIMING = ("decode_s", "draft_s", "verify_s", "steps", "draft_steps", "plain_s", "plain_steps", "plain_tokens")
 
 
 class RoundRecord(Protocol):
@@ -34,7 +36,7 @@ class RoundRecord(Protocol):
 
 @dataclass(frozen=True)
 class Number:
-    """A value with its 95% interval; None where the denominator is zero, the interval also where there is one unit."""
+    """A value with its 95% interval; None where undefined, the interval also where there is a single unit."""
 
     value: float | None
     low: float | None
@@ -45,11 +47,11 @@ class Number:
 class Counters:
     """The sums behind every number, float64; first axis P texts (or B resamples of their total).
 
-    rounds, drafted, accepted, emitted, bonus_cut [P]: verifications, draft tokens, draft tokens accepted and tokens
-    emitted after cuts, rounds whose bonus token was cut. reached, passed, mass [P, K]: rounds that reached slot k,
-    that accepted it, and the sum of its analytic acceptance. decode_s, draft_s, verify_s, steps, draft_steps [P]:
-    speculative decoding. plain_s, plain_steps, plain_tokens [P]: plain decoding. Seconds and steps of a batch are
-    shared equally by its texts.
+    rounds, drafted, accepted, emitted, bonus_cut [P]: verifications, draft tokens, draft tokens accepted and
+    tokens emitted after cuts, rounds whose bonus token was cut. reached, passed, mass [P, K]: rounds that
+    reached slot k, that accepted it, and the sum of its analytic acceptance. decode_s, draft_s, verify_s,
+    steps, draft_steps [P]: speculative decoding. plain_s, plain_steps, plain_tokens [P]: plain decoding.
+    Seconds and steps of a batch are shared equally by its texts.
     """
 
     rounds: np.ndarray
@@ -73,6 +75,10 @@ class Counters:
         """Weighted sums over texts: [P, ..] becomes [B, ..]."""
         return Counters(**{f.name: weights_BP @ vars(self)[f.name] for f in fields(self)})
 
+    def pooled(self) -> "Counters":
+        """The total over all texts, [1, ..]."""
+        return self.total(np.ones((1, len(self.rounds))))
+
     def select(self, rows: Sequence[int]) -> "Counters":
         """The texts `rows` only."""
         return Counters(**{f.name: vars(self)[f.name][list(rows)] for f in fields(self)})
@@ -85,9 +91,12 @@ def after_cut(record: RoundRecord) -> tuple[int, int]:
 
 
 def count(
-    texts: Sequence[Iterable[RoundRecord]], *, slots: int, timing: dict[str, Sequence[float]]
+    texts: Sequence[Iterable[RoundRecord]], *, slots: int, timing: dict[str, Sequence[float]] | None = None
 ) -> Counters:
-    """Counters of `texts`, each a list of rounds, over `slots` slots; `timing`: the eight fields of seconds and steps."""
+    """Counters of `texts`, each a list of rounds, over `slots` slots.
+
+    timing: the eight fields of seconds and steps, one value per text; None: zeros, nothing was timed.
+    """
     P = len(texts)
     rounds, drafted, accepted, emitted, bonus_cut = np.zeros((5, P))
     reached, passed, mass = np.zeros((3, P, slots))
@@ -105,7 +114,7 @@ def count(
     return Counters(
         rounds=rounds, drafted=drafted, accepted=accepted, emitted=emitted, bonus_cut=bonus_cut,
         reached=reached, passed=passed, mass=mass,
-        **{name: np.asarray(values, dtype=float) for name, values in timing.items()},
+        **{name: np.asarray(timing[name] if timing else [0] * P, dtype=float) for name in TIMING},
     )  # fmt: skip
 
 
@@ -151,7 +160,7 @@ def estimate(
     num_units = int(unit_of.max()) + 1
     shares = np.full(num_units, 1 / num_units)
     draws = np.random.default_rng(seed).multinomial(num_units, shares, size=resamples)
-    point = ratios(counters.total(np.ones((1, len(unit_of)))), length=length)
+    point = ratios(counters.pooled(), length=length)
     spread = ratios(counters.total(draws[:, unit_of].astype(float)), length=length)
     return {name: _numbers(point[name][0], spread[name] if num_units > 1 else None) for name in point}
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from spectrain.metrics import (
+    TIMING,
     Counters,
     Number,
     count,
@@ -16,8 +17,6 @@ from spectrain.metrics import (
     ratios,
     tau_from_alphas,
 )
-
-TIMING = ("decode_s", "draft_s", "verify_s", "steps", "draft_steps", "plain_s", "plain_steps", "plain_tokens")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def counters(texts: list[list[Round]], slots: int = 4, **timing: list[float]) ->
 
 def numbers(texts: list[list[Round]], slots: int = 4, **timing: list[float]) -> dict[str, np.ndarray]:
     found = counters(texts, slots, **timing)
-    return {k: v[0] for k, v in ratios(found.total(np.ones((1, len(texts)))), length=slots).items()}
+    return {k: v[0] for k, v in ratios(found.pooled(), length=slots).items()}
 
 
 @pytest.mark.case("O-X02")

@@ -1,0 +1,312 @@
+"""The certificate of losslessness: is decoded text what the target alone would have written?
+
+Every check rests on an independent plain forward of the target over the finished text, with nothing cached,
+never on the engine's own logits. greedy: speculative text equals plain text token for token, and plain text
+is the arg-max of the plain forward. sampling: the tests of `eval/pit.py`. Knows no drafter's insides and no
+file. Legend: M places, V vocabulary.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from spectrain.config import DecodeRunConfig, EvalConfig
+from spectrain.decode.generation import Generation
+from spectrain.decode.sampling import Sampling
+from spectrain.eval.pit import acceptance, serial_correlation, transform, uniformity
+from spectrain.eval.records import Text
+from spectrain.eval.speed import EngineArm
+from spectrain.proposal import Drafter
+from spectrain.target import Target, packed_layout
+
+MARGIN = 1e-4
+"""Logit gap below which float32 arithmetic may decide a greedy token either way."""
+BF16_STEPS = 4
+"""The same for bfloat16, in units of its step at the largest logit."""
+BOUNDARY = 1e-3
+"""Probability mass within which rounding may move a token across a filter's edge."""
+LEVEL = 1e-4
+"""Bonferroni-corrected p-value below which the sampling certificate fails."""
+BATCH = 16
+"""Texts decoded at once; losslessness may not depend on it."""
+CHUNK = 64
+"""Places whose laws are held at once."""
+KEYS = 1 << 32
+"""Above every prompt's key: sets the random numbers of one pass through the prompts apart from the next's."""
+
+
+class CertificateFailed(Exception):
+    """Decoded text is not the target's; the command exits with code 3."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A greedy token that is not the expected one.
+
+    text: id of the prompt; place: index among the emitted tokens, where both texts are equal up to; expected,
+    found: token ids; margin: how far the lower of the two lies below the largest logit of the plain forward;
+    bound: the margin below which this is a tie.
+    """
+
+    text: str
+    place: int
+    expected: int
+    found: int
+    margin: float
+    bound: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin < self.bound
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt ready to decode; key: the stable number that its random numbers hang on."""
+
+    id: str
+    ids: tuple[int, ...]
+    key: int
+
+
+def certify(
+    target: Target,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    config: EvalConfig,
+    texts: Mapping[str, Sequence[Text]],
+) -> dict:
+    """The certificate of all runs as a JSON-like dict; `target` must be float32.
+
+    texts: by name of the run, what the greedy runs decoded, in whatever dtype.
+    """
+    assert target.dtype == torch.float32, target.dtype
+    began = time.perf_counter()
+    greedy_runs = [run for run in config.runs if run.temperature == 0]
+    sampled_runs = [run for run in config.runs if run.temperature > 0]
+    greedy = sampling = None
+    if greedy_runs:
+        plans = {(r.proposal, r.length, r.nodes, r.top_k, r.law): r for r in reversed(greedy_runs)}
+        greedy = greedy_certificate(target, drafter, questions, config, list(plans.values())[::-1])
+        greedy["runs"] = [compare_run(target, run, texts[run.name]) for run in greedy_runs]
+        greedy["pass"] = greedy["pass"] and not any(run["differences"] for run in greedy["runs"])
+    if sampled_runs:
+        sampling = sampling_certificate(target, drafter, questions, config, sampled_runs)
+    return {
+        "greedy": greedy,
+        "sampling": sampling,
+        "pass": all(part is None or part["pass"] for part in (greedy, sampling)),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def greedy_certificate(
+    target: Target,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    config: EvalConfig,
+    runs: Sequence[DecodeRunConfig],
+) -> dict:
+    """Each run's proposals in greedy decoding against plain decoding, in the target's dtype.
+
+    Takes config.greedy_prompts prompts of config.greedy_tokens tokens each, and more prompts where texts stop
+    early.
+    """
+    wanted = config.greedy_prompts * config.greedy_tokens
+    differences: list[Difference] = []
+    ties: list[dict] = []
+    compared = dict.fromkeys((run.name for run in runs), 0)
+    used = plain_tokens = 0
+    progress = tqdm(total=wanted, desc="certificate, greedy", unit="token")
+    while used < len(questions) and (used < config.greedy_prompts or plain_tokens < wanted):
+        part = questions[used : used + (BATCH if used else config.greedy_prompts)]
+        used += len(part)
+        plain = _decode(target, None, part, runs[0], config.greedy_tokens)
+        for question, text in zip(part, plain, strict=True):
+            differences += not_argmax(target, question.id, text)
+            plain_tokens += len(text.ids)
+        for run in runs:
+            found = _decode(target, drafter, part, run, config.greedy_tokens)
+            for question, text, other in zip(part, plain, found, strict=True):
+                difference = first_difference(target, question.id, text, other)
+                compared[run.name] += len(text.ids) if difference is None else difference.place + 1
+                if difference is not None and difference.is_tie:
+                    ties.append({"run": run.name, **asdict(difference)})
+                elif difference is not None:
+                    differences.append(difference)
+        progress.update(plain_tokens - progress.n)
+    progress.close()
+    return {
+        "dtype": "float32",
+        "prompts": used,
+        "tokens": min(compared.values()),
+        "differences": len(differences),
+        "difference_list": [asdict(d) for d in differences],
+        "ties": ties,
+        "margin": MARGIN,
+        "plans": [{"proposal": r.proposal, "length": r.length, "tokens": compared[r.name]} for r in runs],
+        "pass": not differences and plain_tokens > 0,
+    }
+
+
+def compare_run(target: Target, run: DecodeRunConfig, texts: Sequence[Text]) -> dict:
+    """First differences between the two arms of a finished greedy run, sorted into ties and real ones."""
+    found = []
+    for text in texts:
+        difference = first_difference(target, text.id, text.plain, text.speculative, dtype=run.dtype)
+        found += [] if difference is None else [difference]
+    real = [asdict(d) for d in found if not d.is_tie]
+    return {
+        "name": run.name,
+        "dtype": run.dtype,
+        "texts": len(texts),
+        "identical": len(texts) - len(found),
+        "ties": [asdict(d) for d in found if d.is_tie],
+        "differences": len(real),
+        "difference_list": real,
+    }
+
+
+def sampling_certificate(
+    target: Target,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    config: EvalConfig,
+    runs: Sequence[DecodeRunConfig],
+) -> dict:
+    """The tests of `eval/pit.py` on at least config.sampling_tokens sampled tokens of each run."""
+    results = []
+    for run in runs:
+        arm = EngineArm(target, drafter, run, config.max_new_tokens, BATCH, config.seed, record_orders=True)
+        texts: list[Generation] = []
+        names: list[str] = []
+        progress = tqdm(total=config.sampling_tokens, desc=f"certificate, {run.name}", unit="token")
+        while progress.n < config.sampling_tokens:
+            turn, first = divmod(len(texts), len(questions))
+            part = questions[first : first + BATCH]
+            # Another turn through the prompts draws other texts.
+            found, _ = arm.decode([q.ids for q in part], [q.key + turn * KEYS for q in part])
+            texts += found
+            names += [q.id for q in part]
+            progress.update(sum(len(text.ids) for text in found))
+        progress.close()
+        results.append({"name": run.name, "law": run.law, **examine(target, texts, names, arm.sampling)})
+    worst = min(results, key=lambda result: result["p_value"])
+    p_value = min(1.0, worst["p_value"] * len(results))
+    return {
+        "dtype": "float32",
+        "tokens": sum(result["tokens"] for result in results),
+        "statistic": worst["statistic"],
+        "p_value": p_value,
+        "level": LEVEL,
+        "runs": results,
+        "pass": p_value >= LEVEL,
+    }
+
+
+def examine(target: Target, texts: Sequence[Generation], names: Sequence[str], sampling: Sampling) -> dict:
+    """Test sampled texts, which carry their orders, against the target's law; names: id of each text.
+
+    p_value: the smallest of the three tests' times three, 0 if a token was emitted that the law does not
+    allow.
+    """
+    draw = np.random.default_rng(sampling.seed).random
+    per_text: list[np.ndarray] = []
+    impossible: list[dict] = []
+    boundary: list[dict] = []
+    for name, text in zip(names, texts, strict=True):
+        parts = []
+        for first, logits in plain_logits(target, text):
+            ids = text.ids[first : first + len(logits)]
+            p_MV = sampling.law(logits)
+            possible = p_MV[range(len(ids)), list(ids)].cpu().numpy() > 0
+            u = transform(p_MV, ids, text.orders[first : first + len(ids)], draw(len(ids)))
+            parts.append(u[possible])
+            for i in np.flatnonzero(~possible):
+                found = boundary if near_boundary(logits[i], ids[i], sampling) else impossible
+                found.append({"text": name, "place": first + int(i), "token": ids[i]})
+        per_text.append(np.concatenate(parts))
+    u = np.concatenate(per_text)
+    distance, ks_p = uniformity(u)
+    z, serial_p = serial_correlation(per_text)
+    chi_square, freedom, accept_p = acceptance(texts)
+    return {
+        "tokens": len(u),
+        "statistic": distance,
+        "p_value": 0.0 if impossible else min(1.0, 3 * min(ks_p, serial_p, accept_p)),
+        "uniformity": {"statistic": distance, "p_value": ks_p},
+        "serial_correlation": {"statistic": z, "p_value": serial_p},
+        "acceptance": {"statistic": chi_square, "degrees_of_freedom": freedom, "p_value": accept_p},
+        "histogram": np.histogram(u, bins=20, range=(0, 1))[0].tolist(),
+        "impossible": impossible,
+        "boundary": boundary,
+    }
+
+
+def plain_logits(target: Target, text: Generation) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first, logits float32 [M, V]) of the places first .. first + M - 1 of a text, from one fresh forward
+    over it."""
+    ids = torch.tensor([*text.prompt_ids, *text.ids[:-1]], device=target.device)
+    positions = torch.arange(len(ids), device=target.device)
+    final = target.states(ids, positions, packed_layout((0, len(ids)))).final[len(text.prompt_ids) - 1 :]
+    for first in range(0, len(final), CHUNK):
+        yield first, target.logits(final[first : first + CHUNK]).float()
+
+
+def first_difference(
+    target: Target, name: str, plain: Generation, found: Generation, *, dtype: str = "float32"
+) -> Difference | None:
+    """Where a greedy text leaves the plain one, both decoded in `dtype`; None if they are equal."""
+    if plain.ids == found.ids:
+        return None
+    shorter = min(len(plain.ids), len(found.ids))
+    place = next((i for i in range(shorter) if plain.ids[i] != found.ids[i]), shorter)
+    if place == shorter:  # one goes on where the other ends: a wrong stop, which no tie excuses
+        return Difference(name, place, -1, -1, math.inf, 0.0)
+    first, logits = next((f, rows) for f, rows in plain_logits(target, plain) if place < f + len(rows))
+    row, a, b = logits[place - first], plain.ids[place], found.ids[place]
+    margin = (row.max() - torch.minimum(row[a], row[b])).item()
+    bound = MARGIN if dtype == "float32" else BF16_STEPS * bf16_step(row.max().item())
+    return Difference(name, place, a, b, margin, bound)
+
+
+def not_argmax(target: Target, name: str, text: Generation) -> list[Difference]:
+    """Tokens of a greedy text that lie MARGIN or more below the largest logit of the plain forward."""
+    wrong = []
+    for first, logits in plain_logits(target, text):
+        found = torch.tensor(text.ids[first : first + len(logits)], device=logits.device)
+        best = logits.max(-1)
+        gaps = best.values - logits.gather(-1, found[:, None])[:, 0]
+        for i in (gaps >= MARGIN).nonzero()[:, 0].tolist():
+            expected = int(best.indices[i])
+            wrong.append(Difference(name, first + i, expected, int(found[i]), gaps[i].item(), MARGIN))
+    return wrong
+
+
+def bf16_step(logit: float) -> float:
+    """Distance of neighbouring bfloat16 numbers, which keep 8 bits: 0.0625 from 8 to 16."""
+    return 2.0 ** (math.floor(math.log2(abs(logit))) - 7)
+
+
+def near_boundary(logits_V: torch.Tensor, token: int, sampling: Sampling) -> bool:
+    """Whether `token`, which top-k or top-p drops, lies within BOUNDARY of the filters' edge."""
+    ordered, order = torch.softmax(logits_V.double() / sampling.temperature, -1).sort(
+        descending=True, stable=True
+    )
+    rank = int((order == token).nonzero())
+    kept = sampling.top_k or len(ordered)
+    if ordered[rank] < ordered[kept - 1] - BOUNDARY:
+        return False
+    return bool(ordered[:rank].sum() / ordered[:kept].sum() < sampling.top_p + BOUNDARY)
+
+
+def _decode(
+    target: Target, drafter: Drafter | None, questions: Sequence[Question], run: DecodeRunConfig, tokens: int
+) -> list[Generation]:
+    arm = EngineArm(target, drafter, run, tokens, BATCH, seed=0)
+    return arm.decode([q.ids for q in questions], [q.key for q in questions])[0]

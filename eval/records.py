@@ -1,0 +1,100 @@
+"""What a run leaves on disk: for each text both arms' tokens, the rounds and the seconds, one JSON line each.
+
+Every number of the report is computed from these lines (`counters`), so that none needs decoding again. Knows
+nothing of models.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spectrain.artifacts import write_bytes
+from spectrain.decode.generation import Generation, Round, Timing
+from spectrain.metrics import Counters, count
+
+
+@dataclass(frozen=True)
+class Text:
+    """One answer, decoded speculatively and plainly from the same prompt.
+
+    unit: what the bootstrap draws as a whole, the prompt or the batch that was timed together. The timings
+    are the batch's divided by its texts.
+    """
+
+    id: str
+    category: str
+    turn: int
+    unit: int
+    speculative: Generation
+    plain: Generation
+    timing: Timing
+    plain_timing: Timing
+
+
+def share(timing: Timing, texts: int) -> Timing:
+    """Each text's equal part of a batch's seconds and steps."""
+    return Timing(**{name: value / texts for name, value in asdict(timing).items()})
+
+
+def counters(texts: Sequence[Text], *, slots: int) -> Counters:
+    """The sums behind the numbers of a run; tokens of the prefill are left out on both sides."""
+    return count(
+        [t.speculative.rounds for t in texts],
+        slots=slots,
+        timing={
+            "decode_s": [t.timing.decode_s for t in texts],
+            "draft_s": [t.timing.draft_s for t in texts],
+            "verify_s": [t.timing.verify_s for t in texts],
+            "steps": [t.timing.steps for t in texts],
+            "draft_steps": [t.timing.draft_steps for t in texts],
+            "plain_s": [t.plain_timing.decode_s for t in texts],
+            "plain_steps": [t.plain_timing.steps for t in texts],
+            "plain_tokens": [len(t.plain.ids) - 1 for t in texts],
+        },
+    )
+
+
+def write_texts(path: Path, texts: Iterable[Text]) -> None:
+    write_bytes(path, "".join(json.dumps(_to_json(text)) + "\n" for text in texts).encode())
+
+
+def read_texts(path: Path) -> list[Text]:
+    """The texts of a finished run; raises ValueError naming file and line when one is damaged."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    texts = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            texts.append(_from_json(json.loads(line)))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: damaged record ({error!r})") from None
+    return texts
+
+
+def _to_json(text: Text) -> dict:
+    row = asdict(text)
+    for arm in ("speculative", "plain"):
+        del row[arm]["orders"]  # kept in memory for the certificate only
+    row["speculative"]["rounds"] = [list(asdict(r).values()) for r in text.speculative.rounds]
+    return row
+
+
+def _from_json(row: dict) -> Text:
+    return Text(
+        **{
+            **row,
+            "speculative": _generation(row["speculative"]),
+            "plain": _generation(row["plain"]),
+            "timing": Timing(**row["timing"]),
+            "plain_timing": Timing(**row["plain_timing"]),
+        }
+    )
+
+
+def _generation(row: dict) -> Generation:
+    rounds = (
+        Round(drafted, depth, accepted, emitted, tuple(alphas), bonus_cut)
+        for drafted, depth, accepted, emitted, alphas, bonus_cut in row["rounds"]
+    )
+    return Generation(tuple(row["prompt_ids"]), tuple(row["ids"]), row["finish_reason"], tuple(rounds))

@@ -1,0 +1,256 @@
+"""The evaluation: every run decodes the held-out prompts speculatively and plainly, then the certificate is
+made.
+
+    R/eval/runs/NAME/texts.jsonl    one line per text (eval/records.py), manifest.json beside it
+    R/eval/certificate/             certificate.json, manifest.json
+    R/eval/manifest.json            the settings, written last
+
+A run is written when it is finished and reused when nothing that shaped it has changed, so a killed
+evaluation goes on with the first unfinished run. Knows no family: target and drafter come through the
+functions it is given.
+"""
+
+import gc
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from spectrain.eval.report import write_report
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from spectrain.artifacts import MANIFEST, fingerprint, read_json, reuse_or_run, write_json
+from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
+from spectrain.decode.generation import Generation
+from spectrain.eval.certificate import Question, certify
+from spectrain.eval.prompts import Prompt, load_prompts, render
+from spectrain.eval.records import Text, read_texts, share, write_texts
+from spectrain.eval.speed import EngineArm, Pairs
+from spectrain.metrics import after_cut, count, ratios
+from spectrain.target import Target
+
+TURNS = 64
+"""Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""
+
+log = logging.getLogger(__name__)
+
+
+def evaluate(
+    config: RunConfig,
+    load_target: Callable[[str], Target],
+    load_drafter: Callable[[Target], Any],
+    folder: Path,
+) -> None:
+    """Decode every run of `config.eval` and certify losslessness; the results go to `folder`, R/eval.
+
+    load_target: dtype to target; load_drafter: target to drafter. Raises CertificateFailed, after the report
+    is written, if decoded text is not the target's.
+    """
+    began = time.perf_counter()
+    _check_names(config.eval)
+    prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
+    texts: dict[str, list[Text]] = {}
+    # The certificate needs float32, so that dtype comes last; each target is loaded once, one at a time.
+    for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
+        target = load_target(dtype)
+        drafter = load_drafter(target)
+        identity = _identity(config, target, drafter)
+        for run in config.eval.runs:
+            if run.dtype == dtype:
+                where = folder / "runs" / run.name
+                texts[run.name] = _decode_run(config, run, target, drafter, prompts, identity, where)
+        if dtype == "float32":
+            passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
+        del target, drafter
+        gc.collect()
+    seconds = time.perf_counter() - began
+    write_json(folder / MANIFEST, {"eval": asdict(config.eval), "prompts": len(prompts), "seconds": seconds})
+    if not passed:
+        write_report(folder.parent)
+
+
+def decode_held_out(config: RunConfig, target: Target, drafter: Any) -> dict[str, float]:
+    """tau, alpha and alpha_k of the headline run's first train.eval_prompts prompts: what training asks for.
+
+    Really decoded, in one batch and in the dtype of `target`; nothing is timed or written.
+    """
+    run = config.eval.runs[0]
+    prompts = load_prompts(config.eval.prompts, limit=config.train.eval_prompts)
+    arm = EngineArm(target, drafter, run, config.eval.max_new_tokens, len(prompts), config.eval.seed)
+    questions = _questions(config, target, prompts)
+    found, _ = arm.decode([q.ids for q in questions], [q.key for q in questions])
+    sums = count([text.rounds for text in found], slots=run.length)
+    numbers = ratios(sums.pooled(), length=run.length)
+    by_slot = {f"alpha_{k}": alpha for k, alpha in enumerate(numbers["alpha_k"][0]) if alpha == alpha}
+    return {
+        name: float(value)
+        for name, value in {"tau": numbers["tau"][0], "alpha": numbers["alpha"][0], **by_slot}.items()
+    }
+
+
+def decode_pairs(
+    pairs: Pairs,
+    prompts: Sequence[Prompt],
+    *,
+    batch: int,
+    encode: Callable[[Sequence[str], Sequence[str]], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    title: str,
+) -> list[Text]:
+    """Every turn of every prompt with both arms, `batch` prompts at a time, after one batch of warm-up that
+    is dropped.
+
+    encode: user turns and the answers between them to token ids; decode: token ids to text. Later turns see
+    the plain arm's answers, so that both arms continue the same conversation.
+    """
+    keys = {prompt.id: TURNS * i for i, prompt in enumerate(prompts)}
+    ordered = list(prompts) if batch == 1 else sorted(prompts, key=lambda prompt: prompt.category)
+    groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
+    pairs.decode([encode(p.turns[:1], []) for p in groups[0]], [keys[p.id] for p in groups[0]])
+    texts = []
+    for unit, group in enumerate(tqdm(groups, desc=title, unit="prompt" if batch == 1 else "batch")):
+        answers: dict[str, list[str]] = {prompt.id: [] for prompt in group}
+        for turn in range(max(len(prompt.turns) for prompt in group)):
+            asked = [prompt for prompt in group if turn < len(prompt.turns)]
+            plain, plain_time, fast, fast_time = pairs.decode(
+                [encode(p.turns[: turn + 1], answers[p.id]) for p in asked],
+                [keys[p.id] + turn for p in asked],
+            )
+            for prompt, a, b in zip(asked, plain, fast, strict=True):
+                answers[prompt.id].append(decode(a.ids))
+                timings = share(fast_time, len(asked)), share(plain_time, len(asked))
+                texts.append(Text(prompt.id, prompt.category, turn, unit, b, a, *timings))
+    return texts
+
+
+def _decode_run(
+    config: RunConfig,
+    run: DecodeRunConfig,
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[Prompt],
+    identity: Mapping[str, Any],
+    folder: Path,
+) -> list[Text]:
+    """The texts of one run, decoded now or read back."""
+    limits = (config.eval.max_new_tokens, run.batch, config.eval.seed)
+
+    def make() -> dict[str, Any]:
+        began = time.perf_counter()
+        pairs = Pairs(EngineArm(target, None, run, *limits), EngineArm(target, drafter, run, *limits))
+        texts = decode_pairs(
+            pairs,
+            prompts,
+            batch=run.batch,
+            encode=lambda turns, answers: _encode(config, target, turns, answers),
+            decode=lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True),
+            title=f"eval {run.name}",
+        )
+        write_texts(folder / "texts.jsonl", texts)
+        return {"seconds": time.perf_counter() - began, "samples": _samples(target, prompts, texts)}
+
+    settings = {"run": asdict(run), "prompts": [asdict(p) for p in prompts], "limits": limits, **identity}
+    if reuse_or_run(folder, settings, make):
+        log.info("eval: run %s reused", run.name)
+    return read_texts(folder / "texts.jsonl")
+
+
+def _certify(
+    config: RunConfig,
+    target: Target,
+    drafter: Any,
+    texts: Mapping[str, Sequence[Text]],
+    identity: Mapping[str, Any],
+    folder: Path,
+) -> bool:
+    """Make the certificate or read it back; whether it passed."""
+    path = folder / "certificate.json"
+
+    def make() -> dict[str, Any]:
+        questions = _questions(config, target, load_prompts(config.eval.prompts))
+        write_json(path, certify(target, drafter, questions, config.eval, texts))
+        return {}
+
+    decoded = {
+        name: fingerprint([asdict(text.speculative) for text in found]) for name, found in texts.items()
+    }
+    if reuse_or_run(folder, {"eval": asdict(config.eval), "texts": decoded, **identity}, make):
+        log.info("eval: certificate reused")
+    return read_json(path)["pass"]
+
+
+def _encode(config: RunConfig, target: Target, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    messages = []
+    for i, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        messages += [{"role": "assistant", "content": answer} for answer in answers[i : i + 1]]
+    return render(target.tokenizer, messages, config.corpus.template_arguments)
+
+
+def _questions(config: RunConfig, target: Target, prompts: Sequence[Prompt]) -> list[Question]:
+    """First turns, with the keys that the runs use for them."""
+    return [
+        Question(p.id, tuple(_encode(config, target, p.turns[:1], [])), TURNS * i)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def _identity(config: RunConfig, target: Target, drafter: Any) -> dict[str, Any]:
+    """What else shapes a run: target, drafter with its weights, template, hardware kind."""
+    weights = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        weights.update(
+            name.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return {
+        "target": target.fingerprint(),
+        "drafter": weights.hexdigest(),
+        "template_arguments": config.corpus.template_arguments,
+        "device": target.device.type,
+    }
+
+
+def _samples(target: Target, prompts: Sequence[Prompt], texts: Sequence[Text]) -> list[dict[str, Any]]:
+    """The first text of each category as [piece, whether a draft token wrote it] pairs, for the report to
+    show."""
+    asked = {prompt.id: prompt.turns[0] for prompt in prompts}
+    first = {text.category: text for text in reversed(texts) if text.turn == 0}
+    return [
+        {
+            "id": t.id,
+            "category": category,
+            "prompt": asked[t.id],
+            "pieces": _pieces(target.tokenizer, t.speculative),
+        }
+        for category, t in sorted(first.items())
+    ]
+
+
+def _pieces(tokenizer, text: Generation) -> list[list]:
+    drafted = [False]  # the prefill's token
+    for record in text.rounds:
+        accepted = after_cut(record)[0]
+        drafted += [True] * accepted + [False] * (record.emitted - accepted)
+    pieces: list[list] = []
+    shown = ""
+    for i, is_draft in enumerate(drafted):
+        so_far = tokenizer.decode(text.ids[: i + 1], skip_special_tokens=True)
+        if so_far.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character; the next token completes it
+            continue
+        pieces.append([so_far[len(shown) :], is_draft])
+        shown = so_far
+    return pieces
+
+
+def _check_names(config: EvalConfig) -> None:
+    names = [run.name for run in config.runs]
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
+            raise ValueError(
+                f"eval.runs name={name!r}: expected different names of letters, digits, '_', '-' and '.'"
+            )
