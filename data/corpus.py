@@ -1,13 +1,14 @@
 """Conversation: the turns of one line of a JSONL file, in one form whatever the file's form is.
 
-Reads OpenAI rows (`messages` with role/content) and ShareGPT rows (`conversations` with from/value). Every line is
-kept or rejected with a reason; nothing vanishes without a count. Knows nothing of tokens and templates.
+Reads OpenAI rows (`messages` with role/content) and ShareGPT rows (`conversations` with from/value). Every
+line is kept or rejected with a reason; nothing vanishes without a count. Knows nothing of tokens and
+templates.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ RENAMED = ("role", "from", "content", "value", "reasoning", "reasoning_content")
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: dicts with role (system, developer, user, assistant, tool), content (a text) and, where the row has
-    them, reasoning_content, tool_calls (arguments are objects) and any other key a template may read. tools: the tool
-    schemas or None. cut: the last assistant turn was stopped by a length limit. source, line: where it was read.
+    """messages: dicts with role (system, developer, user, assistant, tool), content (a text) and, where the
+    row has them, reasoning_content, tool_calls (arguments are objects) and any other key a template may read.
+    tools: the tool schemas or None. cut: the last assistant turn was stopped by a length limit. source, line:
+    where it was read.
     """
 
     messages: list[dict[str, Any]]
@@ -56,66 +58,66 @@ class BadRow(ValueError):
         self.detail = detail[:200]
 
 
-@dataclass
-class Summary:
-    """What became of the lines of a file: read = kept + blank + rejected."""
+class Corpus:
+    """The conversations of a JSONL file, read line by line, and what became of every line.
 
-    read: int = 0
-    kept: int = 0
-    blank: int = 0
-    cut: int = 0
-    num_bytes: int = 0
-    rejects: list[tuple[int, str, str]] = field(default_factory=list)
-    """Line number, reason and detail of every rejected line."""
+    read = kept + blank + len(rejects); a reject is a line number, a reason and a detail. `strict` turns the
+    first reject into a ValueError naming file and line; a ValueError also ends an iteration that kept no
+    line.
+    """
+
+    def __init__(self, path: Path, *, strict: bool = False):
+        self.path = path
+        self.strict = strict
+        self.read = self.blank = self.num_bytes = 0
+        self.rejects: list[tuple[int, str, str]] = []
+
+    def __iter__(self) -> Iterator[Conversation]:
+        self.read = self.blank = self.num_bytes = 0
+        self.rejects = []
+        with open(self.path, "rb") as file:
+            for line, raw in enumerate(file, 1):
+                self.read += 1
+                self.num_bytes += len(raw)
+                if line == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                if not raw.strip():
+                    self.blank += 1
+                    continue
+                try:
+                    conversation = parse(raw, source=self.path.name, line=line)
+                except BadRow as error:
+                    self.reject(line, error)
+                    continue
+                yield conversation
+        if not self.kept:
+            raise ValueError(f"{self.path}: no conversation is left of {self.summary()}")
 
     @property
-    def rejected(self) -> dict[str, int]:
-        """Rejected lines by reason."""
-        return dict(Counter(reason for _, reason, _ in self.rejects))
+    def kept(self) -> int:
+        return self.read - self.blank - len(self.rejects)
+
+    def reject(self, line: int, error: BadRow) -> None:
+        """Count a bad line; also for a caller who finds that a conversation cannot be used."""
+        if self.strict:
+            raise ValueError(f"{self.path}:{line}: {error}") from error
+        self.rejects.append((line, error.reason, error.detail))
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers of lines; the rejected ones by reason, with the first of them."""
+        rejected = dict(Counter(reason for _, reason, _ in self.rejects))
+        counts = {"read": self.read, "kept": self.kept, "blank": self.blank, "rejected": rejected}
+        return counts | ({"first_reject": list(self.rejects[0])} if self.rejects else {})
 
 
 def corpus_path(name: str) -> Path:
-    """The JSONL file of `corpus.path`; "quickstart" is the one beside this module. Raises ValueError if missing."""
+    """The JSONL file of `corpus.path`; "quickstart" is the one beside this module. ValueError if missing."""
     packaged = name == "quickstart"
     path = Path(__file__).with_name("quickstart.jsonl") if packaged else Path(name).expanduser()
     if not path.is_file():
         hint = "; write it with stages=regenerate" if packaged else ""
         raise ValueError(f"corpus.path={name!r}: no file {path}{hint}")
     return path
-
-
-def read_corpus(path: Path, summary: Summary, *, strict: bool = False) -> Iterator[Conversation]:
-    """Yield the conversations of a JSONL file and count in `summary` as they come.
-
-    Raises ValueError naming file and line at the first bad line if `strict`, at the end if no line was kept.
-    """
-    with open(path, "rb") as file:
-        for line, raw in enumerate(file, 1):
-            summary.read += 1
-            summary.num_bytes += len(raw)
-            if line == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if not raw.strip():
-                summary.blank += 1
-                continue
-            try:
-                conversation = parse(raw, source=path.name, line=line)
-            except BadRow as error:
-                reject(summary, path, line, error, strict=strict)
-                continue
-            summary.kept += 1
-            summary.cut += conversation.cut
-            yield conversation
-    if not summary.kept:
-        first = "; first: line {}, {} ({})".format(*summary.rejects[0]) if summary.rejects else ""
-        raise ValueError(f"{path}: no conversation among {summary.read} lines, {summary.rejected}{first}")
-
-
-def reject(summary: Summary, path: Path, line: int, error: BadRow, *, strict: bool) -> None:
-    """Count a bad line, or raise ValueError naming file and line if `strict`."""
-    if strict:
-        raise ValueError(f"{path}:{line}: {error}") from error
-    summary.rejects.append((line, error.reason, error.detail))
 
 
 def parse(raw: bytes, *, source: str, line: int) -> Conversation:
@@ -177,7 +179,7 @@ def _content(turn: dict[str, Any], where: str) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates would escape the wire form, a JSON text, once more."""
+    """A tool call with its arguments as an object: templates would escape the wire form, a text, again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("bad_tool_call", f"{where}: a tool call needs a function with a name")

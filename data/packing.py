@@ -1,7 +1,8 @@
 """TokenBatch: samples laid end to end in one flat row, without padding.
 
-Knows token ids and masks, nothing of text, models or files. Documents never see each other: `document_ids` goes through
-target, drafter attention, labels and slots. A span is a maximal run of supervised tokens of one document.
+Knows token ids and masks, nothing of text, models or files. Documents never see each other: `document_ids`
+goes through target, drafter attention, labels and slots. A span is a maximal run of supervised tokens of one
+document.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +15,9 @@ import torch
 class Sample:
     """One rendered conversation (or one turn of it).
 
-    ids: int32 [T]; loss_mask: bool [T], True where the target itself would generate the token; id: stable text id.
-    span_ids: int32 [T], -1 outside spans, else the number of the span in the sample, so that two adjacent spans stay two.
+    ids: int32 [T]; loss_mask: bool [T], True where the target itself would generate the token; id: stable
+    text id. span_ids: int32 [T], -1 outside spans, else the number of the span in the sample, so that two
+    adjacent spans stay two.
     """
 
     id: str
@@ -28,8 +30,9 @@ class Sample:
 class TokenBatch:
     """Packed samples. All tensors are [T] with T the sum of the sample lengths.
 
-    ids int64; loss_mask bool; document_ids int64 (0, 0, .., 1, 1, ..); positions int64 (restart at 0 in each document);
-    span_ids int64, -1 outside spans, unique over the batch; offsets: D + 1 document boundaries; sample_ids: D texts.
+    ids int64; loss_mask bool; document_ids int64 (0, 0, .., 1, 1, ..); positions int64 (restart at 0 in each
+    document); span_ids int64, -1 outside spans, unique over the batch; offsets: D + 1 document boundaries;
+    sample_ids: D texts.
 
     Two samples "ab|CD" and "x|Y" (capitals supervised) pack to
         ids           a b C D x Y
@@ -75,8 +78,8 @@ def pack(samples: Sequence[Sample]) -> TokenBatch:
 def plan_rows(lengths: Sequence[int], order: Iterable[int], max_tokens: int) -> list[list[int]]:
     """Cut `order` (indices into `lengths`) into consecutive rows of at most `max_tokens` tokens.
 
-    lengths 3, 2, 4, 1 in order 0, 1, 2, 3 with at most 5 tokens give [0, 1], [2, 3]. Raises ValueError for a sample that
-    does not fit a row by itself.
+    lengths 3, 2, 4, 1 in order 0, 1, 2, 3 with at most 5 tokens give [0, 1], [2, 3]. Raises ValueError for a
+    sample that does not fit a row by itself.
     """
     rows: list[list[int]] = []
     room = 0
