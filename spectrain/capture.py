@@ -1,0 +1,252 @@
+"""Run the frozen target over samples and keep its states: to shards on disk, or straight to the training
+loop.
+
+One function, `capture_batch`, computes the features of one packed row for both. Documents never see each
+other in the target, so a sample's states do not depend on what it is packed with, beyond the rounding of
+matrix products of another height. Knows no drafter and no objective. Legend: T tokens, D hidden, V
+vocabulary, L taps.
+"""
+
+import errno
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState  # type: ignore[import-untyped]
+from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from spectrain.artifacts import MANIFEST, fingerprint, read_json, write_json
+from spectrain.config import TrainConfig
+from spectrain.data.packing import Sample, TokenBatch, pack, plan_rows
+from spectrain.features import (
+    FeatureBatch,
+    bytes_per_token,
+    capture_settings,
+    damaged_shards,
+    hash_samples,
+    id_order,
+    shard_path,
+    write_manifest,
+    write_shard,
+)
+from spectrain.target import Target, packed_layout
+
+SETTINGS = "capture.json"
+LAW_ROWS, LAW_IDS = 1024, 16384  # rows x ids of one block of float32 logits: 64 MiB
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def capture_batch(target: Target, samples: Sequence[Sample], tap_ids: Sequence[int]) -> FeatureBatch:
+    """Features of `samples` packed into one row, on the target's device.
+
+    Raises RuntimeError if the target returns another number of rows than it was given tokens.
+    """
+    tokens = pack(samples)
+    ids, positions = tokens.ids.to(target.device), tokens.positions.to(target.device)
+    states = target.states(ids, positions, packed_layout(tokens.offsets), taps=tap_ids)
+    for name, rows in (("taps", states.taps), ("final", states.final)):
+        if len(rows) != len(tokens):
+            raise RuntimeError(
+                f"target returned {len(rows)} rows of {name} for {len(tokens)} tokens "
+                f"(samples {', '.join(tokens.sample_ids)})"
+            )
+    lse, argmax = _law(target, states.final, tokens)
+    batch = FeatureBatch(tokens, tuple(tap_ids), states.taps, states.final, lse, argmax)
+    return batch.to(target.device)
+
+
+def _law(target: Target, final_TD: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp [T] float32 and arg-max [T] int64 of the target's logits where the next token is
+    supervised.
+
+    Logits are float32 whatever the target's dtype, as in the objective, which subtracts this log-sum-exp from
+    its own.
+    """
+    head = target.head
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+        raise ValueError(
+            f"target head {type(head).__name__} of {head.weight.dtype}: expected an unquantised nn.Linear"
+        )
+    lse = torch.zeros(len(tokens), device=final_TD.device)
+    argmax = torch.full((len(tokens),), -1, device=final_TD.device)
+    same = tokens.document_ids[1:] == tokens.document_ids[:-1]
+    for rows in (tokens.loss_mask[1:] & same).nonzero()[:, 0].to(final_TD.device).split(LAW_ROWS):
+        state = final_TD[rows].float()
+        total = torch.full((len(rows),), -torch.inf, device=state.device)
+        best = total.clone()
+        for first in range(0, target.vocab_size, LAW_IDS):
+            part = slice(first, first + LAW_IDS)
+            bias = None if head.bias is None else head.bias[part].float()
+            logits = target.adjust(nn.functional.linear(state, head.weight[part].float(), bias))
+            total = torch.logaddexp(total, logits.logsumexp(-1))
+            top, where = logits.max(-1)
+            argmax[rows] = torch.where(top > best, where + first, argmax[rows])
+            best = torch.maximum(best, top)
+        lse[rows] = total
+    return lse, argmax
+
+
+def reject_bad(
+    samples: Sequence[Sample], batch: FeatureBatch
+) -> tuple[list[Sample], FeatureBatch | None, list[list[str]]]:
+    """Take samples with non-finite states out of a batch.
+
+    Returns the samples kept, their features (None if none is left) and [sample id, layer] of each one
+    rejected, where layer is the first non-finite tap, "final", or "logits".
+    """
+    checks = {str(k): batch.taps[:, i].abs().amax(-1) for i, k in enumerate(batch.tap_ids)}
+    checks |= {"final": batch.final.abs().amax(-1), "logits": batch.lse}
+    finite = {layer: values.isfinite().cpu() for layer, values in checks.items()}
+    if all(bool(ok.all()) for ok in finite.values()):
+        return list(samples), batch, []
+    offsets = batch.tokens.offsets
+    kept, rows, rejected = [], [], []
+    for sample, first, last in zip(samples, offsets, offsets[1:], strict=False):
+        bad = [layer for layer, ok in finite.items() if not bool(ok[first:last].all())]
+        if bad:
+            rejected.append([sample.id, bad[0]])
+        else:
+            kept.append(sample)
+            rows.append(torch.arange(first, last, device=batch.final.device))
+    if not kept:
+        return [], None, rejected
+    index = torch.cat(rows)
+    parts = {name: getattr(batch, name)[index] for name in ("taps", "final", "lse", "argmax")}
+    return kept, replace(batch, tokens=pack(kept), **parts).to(batch.final.device), rejected
+
+
+def check_rejected(
+    rejected: Sequence[Sequence[str]], count: int, num_samples: int, max_bad_fraction: float
+) -> None:
+    """Raise ValueError once `count` is more than the allowed share of samples; names those in `rejected` and
+    the layers."""
+    if count > max_bad_fraction * num_samples:
+        names = ", ".join(f"{sample_id} (layer {layer})" for sample_id, layer in rejected[:20])
+        raise ValueError(
+            f"{count} of {num_samples} samples have non-finite target states, more than "
+            f"train.max_bad_fraction={max_bad_fraction}: {names}"
+        )
+
+
+def capture(
+    target: Target,
+    samples: Sequence[Sample],
+    tap_ids: Sequence[int],
+    folder: Path,
+    *,
+    micro_tokens: int,
+    max_bad_fraction: float = TrainConfig.max_bad_fraction,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write the features of `samples` to shards in `folder` and return the manifest; only missing shards are
+    computed.
+
+    One shard is one packed row of at most `micro_tokens` tokens; with several processes each writes its
+    share. Raises ValueError when the target fails its self-test or too many samples are rejected, OSError
+    when the disk is too small.
+    """
+    target.self_test()
+    order = id_order(samples)
+    settings = capture_settings(target.fingerprint(), tap_ids, micro_tokens, hash_samples(samples, order))
+    plan = plan_rows([len(sample.ids) for sample in samples], order, micro_tokens)
+    process = PartialState(cpu=target.device.type == "cpu")
+    if process.is_main_process:
+        _open(folder, settings)
+    process.wait_for_everyone()
+    missing = _missing(folder, len(plan))
+    if process.is_main_process:
+        tokens = sum(len(samples[i].ids) for number in missing for i in plan[number])
+        _check_space(
+            folder,
+            tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype),
+            len(missing),
+            len(plan),
+        )
+    rejected = [pair for record in _records(folder, len(plan)) for pair in record["rejected"]]
+    mine = missing[process.process_index :: process.num_processes]
+    hidden = not (progress and process.is_main_process)
+    total = sum(len(samples[i].ids) for number in mine for i in plan[number])
+    interval = 0.1 if sys.stderr.isatty() else 10
+    with tqdm(total=total, unit="tok", desc="capture", disable=hidden, mininterval=interval) as bar:
+        for number in mine:
+            row = [samples[i] for i in plan[number]]
+            kept, batch, bad = reject_bad(row, capture_batch(target, row, tap_ids))
+            for sample_id, layer in bad:
+                log.warning("sample %s rejected: non-finite states at layer %s", sample_id, layer)
+            rejected += bad
+            check_rejected(rejected, len(rejected), len(samples), max_bad_fraction)
+            write_shard(shard_path(folder, number), kept, batch, bad)
+            bar.update(sum(len(sample.ids) for sample in row))
+    process.wait_for_everyone()
+    if process.is_main_process:
+        records = _records(folder, len(plan))
+        rejected = [pair for record in records for pair in record["rejected"]]
+        check_rejected(rejected, len(rejected), len(samples), max_bad_fraction)
+        write_manifest(folder, settings, records)
+    process.wait_for_everyone()
+    return read_json(folder / MANIFEST)
+
+
+def _open(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder ready: no shard of other settings, no half-written file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+    shards = sorted(folder.glob("shard-*"))
+    if (folder / SETTINGS).exists():
+        old = read_json(folder / SETTINGS)
+        if fingerprint(old) == fingerprint(settings):
+            return
+        changed = ", ".join(sorted(key for key in settings if old.get(key) != settings[key]))
+        log.info("%s: holds features of other settings (%s); capturing again", folder, changed)
+    elif shards:
+        raise ValueError(
+            f"{folder}: holds shards but no {SETTINGS}: not a capture of this version; move or delete it"
+        )
+    for path in (folder / MANIFEST, *shards):
+        path.unlink(missing_ok=True)
+    write_json(folder / SETTINGS, settings)
+
+
+def _records(folder: Path, num_shards: int) -> list[dict[str, Any]]:
+    """The records of the shards that are there."""
+    paths = [shard_path(folder, number).with_suffix(".json") for number in range(num_shards)]
+    return [read_json(path) for path in paths if path.exists()]
+
+
+def _missing(folder: Path, num_shards: int) -> list[int]:
+    """Numbers of the shards that are not there or damaged."""
+    damaged = damaged_shards(folder, _records(folder, num_shards))
+    for file, reason in damaged.items():
+        log.info("%s: %s; writing it again", folder / file, reason)
+    paths = [shard_path(folder, number) for number in range(num_shards)]
+    return [
+        n for n, path in enumerate(paths) if path.name in damaged or not path.with_suffix(".json").exists()
+    ]
+
+
+def _check_space(folder: Path, needed: int, missing: int, num_shards: int) -> None:
+    free = shutil.disk_usage(folder).free
+    gib = 2**30
+    log.info(
+        "capture: %d of %d shards to write, %.2f GiB (%.2f GiB free)",
+        missing,
+        num_shards,
+        needed / gib,
+        free / gib,
+    )
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"disk full: the features need {needed / gib:.2f} GiB, {free / gib:.2f} GiB are free: free space, "
+            "use fewer samples, or train.features=online",
+            str(folder),
+        )

@@ -1,0 +1,216 @@
+"""Checkpoints: folders step-000123 that hold all a run needs to go on, or an evaluation to load the drafter.
+
+    drafter.safetensors    trained tensors, float32, under the family's own names
+    kept_ids.safetensors   int64 target ids of the draft vocabulary, ascending
+    config.json            family config, tap ids, target fingerprint, version
+    optimizer.safetensors  AdamW moments and step of each tensor
+    state.json             step, data cursor, random seeds, counters, settings
+    manifest.json          SHA-256 of every file above; written last: a folder without it is no checkpoint
+
+A folder is written under a temporary name, read back and checked, renamed, and only then marked. Nothing is
+pickled. Knows no loop and no family: a family's module is imported by its name.
+"""
+
+import importlib
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spectrain import __version__
+from spectrain.artifacts import MANIFEST, hash_file, read_json, read_tensors, write_json, write_tensors
+from spectrain.compose import families
+from spectrain.config import choose
+from spectrain.optim import load_optimizer, optimizer_tensors, trainable
+from spectrain.target import Target
+
+FILES = ("drafter.safetensors", "kept_ids.safetensors", "config.json", "optimizer.safetensors", "state.json")
+IDENTITY = ("config", "weights", "tokenizer")  # of a target's fingerprint; its dtype may differ
+
+log = logging.getLogger(__name__)
+
+
+def build_drafter(drafter_config: Any, target: Target, kept_ids: torch.Tensor, *, seed: int = 0) -> Any:
+    """A new drafter of the family that `drafter_config.family` names; the same seed gives the same weights.
+
+    kept_ids: int64 [W], ascending. The process's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _family(drafter_config.family).build(drafter_config, target, kept_ids)
+
+
+def _family(name: str):
+    choose("drafter.family", name, families())
+    return importlib.import_module(f"spectrain.drafters.{name}")
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    return run_folder / "checkpoints" / f"step-{step:06d}"
+
+
+def save(
+    run_folder: Path,
+    drafter: Any,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    target: Mapping[str, str],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of `state["step"]`, then delete all but the newest `keep` and the best; returns
+    its folder.
+
+    drafter: a module with `config`, `taps` and `kept_ids`; state: JSON-like; target: fingerprint. Raises
+    ValueError naming file and tensor if what was written is not the drafter.
+    """
+    final = step_folder(run_folder, state["step"])
+    staging = final.with_name(f".{final.name}.tmp")
+    for path in (staging, final):
+        if path.exists():
+            shutil.rmtree(path)
+    staging.mkdir(parents=True)
+    write_tensors(staging / FILES[0], drafter.state_dict())
+    write_tensors(staging / FILES[1], {"kept_ids": drafter.kept_ids})
+    config = {
+        "drafter": asdict(drafter.config),
+        "tap_ids": list(drafter.taps),
+        "target": dict(target),
+        "spectrain_version": __version__,
+    }
+    write_json(staging / FILES[2], config)
+    write_tensors(staging / FILES[3], optimizer_tensors(drafter, optimizer))
+    write_json(staging / FILES[4], dict(state))
+    check_tensors(staging / FILES[0], read_tensors(staging / FILES[0]), drafter)
+    hashes = {name: hash_file(staging / name) for name in FILES}
+    staging.rename(final)
+    write_json(final / MANIFEST, {"files": hashes})
+    _prune(run_folder, keep)
+    return final
+
+
+def check_tensors(path: Path, tensors: Mapping[str, torch.Tensor], drafter: nn.Module) -> None:
+    """Raise ValueError naming `path` and the first tensor that is missing, unknown, empty, misshapen or not
+    finite."""
+    expected = trainable(drafter)
+    for name, parameter in expected.items():
+        if name not in tensors:
+            raise ValueError(f"{path}: tensor {name} is missing")
+        if tensors[name].numel() == 0:
+            raise ValueError(f"{path}: tensor {name} is empty: expected shape {list(parameter.shape)}")
+        if tensors[name].shape != parameter.shape:
+            found = list(tensors[name].shape)
+            raise ValueError(f"{path}: tensor {name} has shape {found}: expected {list(parameter.shape)}")
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"{path}: tensor {name} holds values that are not finite")
+    if unknown := sorted(set(tensors) - set(expected)):
+        raise ValueError(f"{path}: tensor {unknown[0]} is not one of the drafter's")
+
+
+def complete(run_folder: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first; folders without the marker are ignored and named in the
+    log."""
+    folders = sorted(
+        (run_folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
+    )
+    for folder in folders:
+        if not (folder / MANIFEST).exists():
+            log.warning("%s: ignored, the checkpoint was not finished (no %s)", folder, MANIFEST)
+    return [folder for folder in folders if (folder / MANIFEST).exists()]
+
+
+def latest(run_folder: Path) -> Path | None:
+    """The newest finished checkpoint of a run, or None if there is none."""
+    found = complete(run_folder)
+    return found[-1] if found else None
+
+
+def best(run_folder: Path) -> Path | None:
+    """The finished checkpoint with the highest evaluated tau (the newest of equals); the newest if none was
+    evaluated."""
+    found = complete(run_folder)
+    scored = [
+        (tau, i) for i, folder in enumerate(found) if (tau := read_json(folder / FILES[4])["tau"]) is not None
+    ]
+    return found[max(scored)[1]] if scored else latest(run_folder)
+
+
+def _prune(run_folder: Path, keep: int) -> None:
+    """Delete unfinished folders, and finished ones but for the newest `keep` and the best."""
+    checkpoints = run_folder / "checkpoints"
+    for folder in (*checkpoints.glob(".step-*.tmp"), *checkpoints.glob("step-*")):
+        if not (folder / MANIFEST).exists():
+            shutil.rmtree(folder)
+    found = complete(run_folder)
+    kept = {*found[-keep:], best(run_folder)}
+    for folder in found:
+        if folder not in kept:
+            (
+                folder / MANIFEST
+            ).unlink()  # first, so that a kill in between leaves no half checkpoint that looks whole
+            shutil.rmtree(folder)
+
+
+def read_checked(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Tensors of one file of a checkpoint, compared with the manifest's hash; ValueError names the file."""
+    return read_tensors(folder / name, sha256=read_json(folder / MANIFEST)["files"][name])
+
+
+def restore(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load a checkpoint into drafter and optimizer and return its state."""
+    load_weights(folder, drafter)
+    load_optimizer(drafter, optimizer, read_checked(folder, FILES[3]))
+    return read_json(folder / FILES[4])
+
+
+def load_weights(folder: Path, drafter: nn.Module) -> None:
+    """Copy a checkpoint's tensors into `drafter` after checking every name, shape and value."""
+    tensors = read_checked(folder, FILES[0])
+    check_tensors(folder / FILES[0], tensors, drafter)
+    with torch.no_grad():
+        for name, parameter in trainable(drafter).items():
+            parameter.copy_(tensors[name])
+
+
+def load_drafter(folder: Path, target: Target) -> Any:
+    """The drafter of a checkpoint folder, or of a run folder's best checkpoint, on the target's device in
+    eval mode.
+
+    Raises ValueError if there is no finished checkpoint or it was trained on another target (its dtype may
+    differ).
+    """
+    if (folder / "checkpoints").exists():
+        found = best(folder)
+        if found is None:
+            raise ValueError(
+                f"{folder / 'checkpoints'}: no finished checkpoint; run the train stage (stages=[train])"
+            )
+        folder = found
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder}: not a finished checkpoint (no {MANIFEST})")
+    stored = read_json(folder / FILES[2])
+    check_target(folder, stored["target"], target.fingerprint())
+    config = _family(stored["drafter"]["family"]).Config(**stored["drafter"])
+    kept_ids = read_checked(folder, FILES[1])["kept_ids"].to(target.device)
+    drafter = build_drafter(config, target, kept_ids)
+    if list(drafter.taps) != stored["tap_ids"]:
+        raise ValueError(
+            f"{folder}: trained on taps {stored['tap_ids']}, this version builds taps {list(drafter.taps)}"
+        )
+    load_weights(folder, drafter)
+    return drafter.eval()
+
+
+def check_target(folder: Path, trained: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise ValueError naming both fingerprints unless they are of the same target; the dtype may differ."""
+    differing = [key for key in IDENTITY if trained[key] != here[key]]
+    if differing:
+        raise ValueError(
+            f"{folder}: trained on another target (different {', '.join(differing)}): "
+            f"{dict(trained)} there, {dict(here)} in this run (target.path)"
+        )

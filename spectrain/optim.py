@@ -1,0 +1,82 @@
+"""AdamW over float32 parameters, and the learning rate as a closed form of the optimizer step.
+
+The parameters are the float32 masters themselves; nothing is kept in bfloat16, where an update below half the
+spacing of the numbers is lost. Knows no data, no loss and no files. Source: Loshchilov and Hutter 2019
+(AdamW).
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from spectrain.config import TrainConfig
+
+
+def learning_rate(step: int, total: int, config: TrainConfig) -> float:
+    """Learning rate of the update that follows `step` finished ones, of `total`.
+
+    Rises to the full rate over the warm-up, then falls by a cosine or a line to `min_ratio` of it. Worked
+    example, linear, rate 1, warm-up 2 of 6 steps: 1/2, 1, 1, 3/4, 1/2, 1/4.
+    """
+    warmup = round(config.warmup_ratio * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    left = (total - step) / (total - warmup)
+    share = left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    return config.learning_rate * (config.min_ratio + (1 - config.min_ratio) * share)
+
+
+def trainable(drafter: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by name, in the module's order."""
+    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+
+
+def build_optimizer(drafter: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices with weight decay, vectors (norms, biases) without.
+
+    Raises ValueError naming a parameter that is not float32.
+    """
+    parameters = trainable(drafter)
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"drafter parameter {name} is {parameter.dtype}: expected torch.float32 (train.dtype)"
+            )
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    first, second = config.betas
+    kept = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state as "parameter name/exp_avg", "/exp_avg_sq", "/step"; parameters not stepped yet
+    are absent."""
+    state = optimizer.state
+    return {
+        f"{name}/{key}": value
+        for name, parameter in trainable(drafter).items()
+        if parameter in state
+        for key, value in state[parameter].items()
+    }
+
+
+def load_optimizer(
+    drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Put tensors of `optimizer_tensors` back; raises ValueError naming one that belongs to no parameter."""
+    parameters = trainable(drafter)
+    optimizer.state.clear()
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in parameters:
+            raise ValueError(f"optimizer state {full_name}: the drafter has no parameter {name!r}")
+        optimizer.state[parameters[name]][key] = value.to(parameters[name].device, copy=True)
