@@ -1,10 +1,11 @@
-"""Attention of a few queries over many keys with an optional tree mask, window, soft cap and sinks: torch reference.
+"""Attention of a few queries over many keys: tree mask, window, soft cap and sinks; torch reference.
 
-    out = softmax(softcap(scale * q k^T) + visible) v, with a sink logit per head added to the softmax's denominator.
+    out = softmax(softcap(scale * q k^T) + visible) v, with a sink logit per head added to the softmax's
+    denominator.
 
-Plain cases go to torch's fused attention, the rest is written out in float32. Queries of the heads that share a key/value
-head are stacked, so grouped heads never cost a copy of keys. Legend: B batch, H query heads, G key/value heads, N queries,
-S keys, K head dim, R = H / G.
+Plain cases go to torch's fused attention, the rest is written out in float32. Queries of the heads that share
+a key/value head are stacked, so grouped heads never cost a copy of keys. Legend: B batch, H query heads, G
+key/value heads, N queries, S keys, K head dim, R = H / G.
 """
 
 import torch
@@ -28,13 +29,14 @@ def attend(
 ) -> torch.Tensor:
     """Attention output [H, N, K] in the dtype of q.
 
-    mask: bool [N, S], True = seen, or None (all seen, or causal with the last query at the last key if `causal`).
-    window: keys at distance >= window are unseen; distance_NS (query position - key position) is needed with a mask.
+    mask: bool [N, S], True = seen, or None (all seen, or causal with the last query at the last key if
+    `causal`). window: keys at distance >= window are unseen; distance_NS (query position - key position) is
+    needed with a mask.
     """
     N, S = q_HNK.shape[1], k_GSK.shape[1]
     if mask is None and causal:
         return _causal(q_HNK, k_GSK, v_GSK, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)
-    if window is not None and S >= window:
+    if window is not None and window <= S:
         if distance_NS is None:
             rows = torch.arange(S - N, S, device=q_HNK.device)
             distance_NS = rows[:, None] - torch.arange(S, device=q_HNK.device)
@@ -57,7 +59,8 @@ def attend_batch(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention output [B, H, N, K]. mask_B1NS: additive, 0 or -inf, in the dtype of q, or None where all keys are seen."""
+    """Attention output [B, H, N, K]. mask_B1NS: additive, 0 or -inf, in the dtype of q, or None where all
+    keys are seen."""
     B, H, N, K = q_BHNK.shape
     G, R = k_BGSK.shape[1], H // k_BGSK.shape[1]
     q = q_BHNK.reshape(B, G, R * N, K)
@@ -84,19 +87,21 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _causal(q_HNK, k_GSK, v_GSK, *, scale, window, softcap, sinks_H) -> torch.Tensor:
-    """Causal attention with the last query at the last key, in blocks of queries unless torch's fused form fits."""
+    """Causal attention with the last query at the last key, in blocks of queries unless torch's fused form
+    fits."""
     N, S = q_HNK.shape[1], k_GSK.shape[1]
-    windowed = window is not None and S > window
+    windowed = window is not None and window < S
     if N == S and not windowed and softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(
-            q_HNK[None], k_GSK[None], v_GSK[None], is_causal=True, scale=scale, enable_gqa=q_HNK.shape[0] != k_GSK.shape[0]
+            q_HNK[None], k_GSK[None], v_GSK[None], is_causal=True, scale=scale, enable_gqa=True
         )[0]
     out = torch.empty_like(q_HNK)
     for a in range(0, N, ROWS):
         b = min(a + ROWS, N)
         first, last = S - N + a, S - N + b
         low = max(0, first - window + 1) if windowed else 0
-        distance = torch.arange(first, last, device=q_HNK.device)[:, None] - torch.arange(low, last, device=q_HNK.device)
+        slots = torch.arange(low, last, device=q_HNK.device)
+        distance = slots[first - low :, None] - slots
         seen = (distance >= 0) & (distance < window) if windowed else distance >= 0
         out[:, a:b] = attend_batch(
             q_HNK[None, :, a:b], k_GSK[None, :, low:last], v_GSK[None, :, low:last],

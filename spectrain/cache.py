@@ -1,14 +1,16 @@
 """Keys and values of B requests in preallocated slots, with tree nodes written behind the committed tokens.
 
-One cache serves the target (a whole tree in one call) and drafters (a tree level by level). Each request owns `capacity` slots
-per layer; slots below `committed` hold its text, slot == position; `pending` nodes lie behind them in order of arrival. `commit`
-moves the nodes of the accepted path down in place; nothing is freed or allocated again. A call runs one flat row: the new tokens
-of several requests end to end. Knows no model: a `CacheLayout` is what `Target.states` and drafters hand to attention.
+One cache serves the target (a whole tree in one call) and drafters (a tree level by level). Each request owns
+`capacity` slots per layer; slots below `committed` hold its text, slot == position; `pending` nodes lie
+behind them in order of arrival. `commit` moves the nodes of the accepted path down in place; nothing is freed
+or allocated again. A call runs one flat row: the new tokens of several requests end to end. Knows no model: a
+`CacheLayout` is what `Target.states` and drafters hand to attention.
 
-A request with committed = 5 takes nodes with parents (-1, 0, 0): slots 5 6 7, positions 5 6 6; committing path (0, 2) moves
-slot 7 to 6 and leaves committed = 7.
+A request with committed = 5 takes nodes with parents (-1, 0, 0): slots 5 6 7, positions 5 6 6; committing
+path (0, 2) moves slot 7 to 6 and leaves committed = 7.
 
-Legend: T tokens of the call, B requests of a group, N new tokens of each, S keys, H query heads, G key/value heads, K head dim.
+Legend: T tokens of the call, B requests of a group, N new tokens of each, S keys, H query heads, G key/value
+heads, K head dim.
 """
 
 from collections.abc import Sequence
@@ -22,10 +24,11 @@ from spectrain.kernels.attention import additive, attend, attend_batch
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbouring requests first .. first + size - 1 with `new` tokens each, at rows start .. of the flat row.
+    """Neighbouring requests first .. first + size - 1 with `new` tokens each, at rows start .. of the flat
+    row.
 
-    keys: the most slots that one of them sees; simple: the newest token sees exactly slots 0 .. keys - 1 and each earlier one
-    of the group one less, so that size 1 needs no mask but the causal one.
+    keys: the most slots that one of them sees; simple: the newest token sees exactly slots 0 .. keys - 1 and
+    each earlier one of the group one less, so that size 1 needs no mask but the causal one.
     """
 
     first: int
@@ -39,8 +42,8 @@ class _Group:
 class KVCache:
     """Slots for `num_requests` requests of at most `capacity` tokens, uncommitted nodes included.
 
-    committed[r]: tokens of request r; pending[r]: parents of its uncommitted nodes. Layers are allocated at their first use, in
-    the dtype and on the device of the keys.
+    committed[r]: tokens of request r; pending[r]: parents of its uncommitted nodes. Layers are allocated at
+    their first use, in the dtype and on the device of the keys.
     """
 
     def __init__(self, num_requests: int, capacity: int):
@@ -52,7 +55,8 @@ class KVCache:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> "CacheLayout":
-        """Layout of `counts[i]` new tokens of each request, one after the other behind its text and pending chain."""
+        """Layout of `counts[i]` new tokens of each request, one after the other behind its text and pending
+        chain."""
         parents = []
         for request, count in zip(requests, counts, strict=True):
             tip = len(self.pending[request]) - 1
@@ -60,18 +64,22 @@ class KVCache:
         return self.grow(requests, parents)
 
     def grow(self, requests: Sequence[int], parents: Sequence[Sequence[int]]) -> "CacheLayout":
-        """Layout of new nodes: parents[i] are those of request requests[i], -1 or the number of an earlier uncommitted node.
+        """Layout of new nodes: parents[i] are those of request requests[i], -1 or the number of an earlier
+        uncommitted node.
 
         Raises ValueError where a request has no room left.
         """
-        slots, positions = [], []
+        slots: list[int] = []
+        positions: list[int] = []
         for request, new in zip(requests, parents, strict=True):
             committed, pending, depths = self.committed[request], self.pending[request], self._depths[request]
             base = committed + len(pending)
             if base + len(new) > self.capacity:
-                raise ValueError(f"cache of {self.capacity} slots per request is full: request {request} needs {base + len(new)}")
+                raise ValueError(
+                    f"request {request} needs {base + len(new)} cache slots, expected at most {self.capacity}"
+                )
             for parent in new:
-                assert -1 <= parent < len(pending), f"node {len(pending)} of request {request}: parent {parent}"
+                assert -1 <= parent < len(pending), f"node {len(pending)} has parent {parent}"
                 self._is_chain[request] &= parent == len(pending) - 1
                 pending.append(parent)
                 depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -80,7 +88,8 @@ class KVCache:
         return CacheLayout(self, requests, [len(new) for new in parents], slots, positions)
 
     def commit(self, request: int, path: Sequence[int]) -> None:
-        """Keep the uncommitted nodes of `path` (root's child first) as text and forget the others; () forgets all."""
+        """Keep the uncommitted nodes of `path` (root's child first) as text and forget the others; () forgets
+        all."""
         self.commit_all([request], [path])
 
     def commit_all(self, requests: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -102,11 +111,12 @@ class KVCache:
         for keys, values in self.layers.values():
             for tensor in (keys, values):
                 rows = tensor.flatten(0, 1)
-                rows.index_copy_(0, to_slots.to(rows.device), rows.index_select(0, from_slots.to(rows.device)))
+                moved = rows.index_select(0, from_slots.to(rows.device))
+                rows.index_copy_(0, to_slots.to(rows.device), moved)
 
     def truncate(self, request: int, length: int) -> None:
         """Forget uncommitted nodes and all text from position `length` on."""
-        assert length <= self.committed[request], f"length {length} of {self.committed[request]} committed tokens"
+        assert length <= self.committed[request], f"{length} of {self.committed[request]} tokens"
         self.committed[request] = length
         self._forget(request)
 
@@ -114,7 +124,8 @@ class KVCache:
         self.pending[request], self._depths[request], self._is_chain[request] = [], [], True
 
     def layer(self, layer: int, like_GTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [requests, capacity, G, K] of a layer; zeros at first, since a masked slot must be finite."""
+        """Keys and values [requests, capacity, G, K] of a layer; zeros at first, since a masked slot must be
+        finite."""
         if layer not in self.layers:
             G, _, K = like_GTK.shape
             shape = (self.num_requests, self.capacity, G, K)
@@ -125,26 +136,29 @@ class KVCache:
 class CacheLayout:
     """Where the new tokens of one call are kept and what they see; valid for that call only.
 
-    positions: int64 [T], committed + depth of each token. Masks are made once per window and shared by the layers.
+    positions: int64 [T], committed + depth of each token. Masks are made once per window and shared by the
+    layers.
     """
 
     def __init__(self, cache: KVCache, requests, counts, slots: list[int], positions: list[int]):
         self.cache = cache
         self.positions = torch.tensor(positions)
         self._slots = torch.tensor(slots)
-        self._run = slice(slots[0], slots[-1] + 1) if slots and slots[-1] - slots[0] == len(slots) - 1 else None
+        one_run = slots[-1] - slots[0] == len(slots) - 1
+        self._run = slice(slots[0], slots[-1] + 1) if one_run else None
         self._positions = positions
         self._groups = self._grouped(requests, counts)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def _grouped(self, requests, counts) -> list[_Group]:
-        cache, groups, start = self.cache, [], 0
+        cache, start = self.cache, 0
+        groups: list[_Group] = []
         for request, new in zip(requests, counts, strict=True):
             keys = cache.committed[request] + len(cache.pending[request])
             simple = cache._is_chain[request]
             last = groups[-1] if groups else None
-            prompt = new == keys and new > 1
-            if last and request == last.first + last.size and new == last.new and not prompt and last.keys != last.new:
+            prompts = new == keys or (last is not None and last.new == last.keys)
+            if last and request == last.first + last.size and new == last.new and not prompts:
                 groups[-1] = _Group(last.first, last.size + 1, new, last.start, max(last.keys, keys), False)
             elif new:
                 groups.append(_Group(request, 1, new, start, keys, simple))
@@ -187,7 +201,8 @@ class CacheLayout:
         return out.transpose(0, 1).reshape(H, rows, K)
 
     def _seen(self, group: _Group, window: int | None) -> torch.Tensor:
-        """Bool [B, 1, N, S]: committed tokens, ancestors and the token itself, as far as the window reaches."""
+        """Bool [B, 1, N, S]: committed tokens, ancestors and the token itself, as far as the window
+        reaches."""
         cache = self.cache
         requests = range(group.first, group.first + group.size)
         committed = np.array([cache.committed[r] for r in requests])[:, None, None]
@@ -195,15 +210,17 @@ class CacheLayout:
         position = np.array(self._positions[rows]).reshape(group.size, group.new, 1)
         slot = np.arange(group.keys)[None, None]
         if all(cache._is_chain[r] for r in requests):
-            seen = slot <= position
-            return torch.from_numpy(seen if window is None else seen & (position - slot < window))[:, None]
-        seen = np.repeat(slot < committed, group.new, 1)
-        key_position = np.repeat(slot, group.size, 0)
-        for i, r in enumerate(requests):
-            nodes = slice(cache.committed[r], cache.committed[r] + len(cache.pending[r]))
-            seen[i, :, nodes] = ancestors(cache.pending[r])[-group.new :]
-            key_position[i, 0, nodes] = cache.committed[r] + np.array(cache._depths[r])
-        return torch.from_numpy(seen if window is None else seen & (position - key_position < window))[:, None]
+            seen, key_position = slot <= position, slot
+        else:
+            seen = np.repeat(slot < committed, group.new, 1)
+            key_position = np.repeat(slot, group.size, 0)
+            for i, r in enumerate(requests):
+                nodes = slice(cache.committed[r], cache.committed[r] + len(cache.pending[r]))
+                seen[i, :, nodes] = ancestors(cache.pending[r])[-group.new :]
+                key_position[i, 0, nodes] = cache.committed[r] + np.array(cache._depths[r])
+        if window is not None:
+            seen &= position - key_position < window
+        return torch.from_numpy(seen)[:, None]
 
 
 def ancestors(parents: Sequence[int]) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Batched decoding, plain and speculative, by one loop: propose, verify, cut, commit.
 
-A plain step is a round without draft tokens, so the baseline runs the same code. Requests that finish leave the batch and the
-next prompt takes the free place. One counter per request, the committed tokens of the target's cache, gives every position:
-the root lies at `committed`, a draft token at depth d at `committed + d`. Knows no family: drafters come as
-`spectrain.proposal.Drafter`.
+A plain step is a round without draft tokens, so the baseline runs the same code. Requests that finish leave
+the batch and the next prompt takes the free place. One counter per request, the committed tokens of the
+target's cache, gives every position: the root lies at `committed`, a draft token of depth d at `committed +
+d`. Knows no family: drafters come as `spectrain.proposal.Drafter`.
 """
 
 import sys
@@ -22,32 +22,7 @@ from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
-PREFILL_TOKENS = 4096  # most prompt tokens in one call; bounds the memory of a prefill, not its speed
-
-
-@dataclass
-class _Request:
-    """One request at its place in the batch. budget: tokens it may emit."""
-
-    index: int
-    prompt: list[int]
-    budget: int
-    ids: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    orders: list[torch.Tensor | None] = field(default_factory=list)
-
-
-@dataclass
-class _Clock:
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    steps: int = 0
-    draft_steps: int = 0
-
-    def timing(self) -> Timing:
-        return Timing(self.prefill_s, self.decode_s, self.draft_s, self.verify_s, self.steps, self.draft_steps)
+PREFILL_TOKENS = 4096  # most prompt tokens in one call: bounds a prefill's memory, not its speed
 
 
 def generate(
@@ -66,24 +41,57 @@ def generate(
 ) -> tuple[list[Generation], list[Timing]]:
     """Decode every prompt, `batch_size` at a time; plain decoding without a drafter.
 
-    request_keys: a stable number per prompt for its random numbers, by default its index. The texts come in the order of the
-    prompts. A Timing covers the requests from one empty batch to the next: one per prompt at batch_size 1, else one in all.
-    Raises ValueError for settings that do not fit together, an empty prompt, one that fills the target's context, or logits that
-    are not finite.
+    request_keys: a stable number per prompt for its random numbers, by default its index. The texts come in
+    the order of the prompts. A Timing covers the time from one empty batch to the next: one per prompt at
+    batch_size 1, else one in all. Raises ValueError for settings that do not fit together, an empty prompt,
+    one that fills the target's context, and logits that are not finite.
     """
-    keys = range(len(prompts)) if request_keys is None else request_keys
-    _check_settings(target, prompts, keys, max_new_tokens, batch_size, drafter, plan, law)
+    keys = list(range(len(prompts)) if request_keys is None else request_keys)
+    choose("law", law, LAWS)
+    at_least("max_new_tokens", max_new_tokens, 1)
+    at_least("batch_size", batch_size, 1)
+    if len(keys) != len(prompts) or len(set(keys)) != len(keys):
+        raise ValueError(f"request_keys={keys}: expected {len(prompts)} different numbers, one per prompt")
+    if (drafter is None) != (plan is None):
+        raise ValueError(f"plan={plan} and a drafter go together; plain decoding has neither")
+    if plan is not None:
+        check_plan(plan, law)
+    limit = context_length(target)
+    waiting = []
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < limit:
+            raise ValueError(f"prompt {i}: {len(prompt)} tokens, expected 1 to {limit - 1} (context - 1)")
+        waiting.append(_Request(i, keys[i], list(prompt), min(max_new_tokens, limit - len(prompt))))
+    if not waiting:
+        return [], []
+    engine = _Engine(target, sampling, frozenset(stop_ids), law, record_orders)
     with torch.no_grad():
-        return _Engine(
-            target, prompts, sampling, max_new_tokens, frozenset(stop_ids), batch_size, drafter, plan, law, keys, record_orders
-        ).run()
+        return engine.run(waiting, batch_size, drafter, plan)
+
+
+def check_plan(plan: Plan, law: str) -> None:
+    """Raise ValueError for a plan that is malformed or does not go with `law`."""
+    choose("plan.shape", plan.shape, ("chain", "tree"))
+    at_least("plan.length", plan.length, 1)
+    if plan.shape == "tree":
+        at_least("plan.nodes", plan.nodes, 1)
+        at_least("plan.top_k", plan.top_k, 1)
+        if law == "rejection":
+            raise ValueError("law=rejection with plan.shape=tree: a tree needs law=target_only")
+
+
+def context_length(target: Target) -> int:
+    """Most tokens of prompt and text together."""
+    # A foreign config: absent where positions are unbounded.
+    limit = getattr(target.config, "max_position_embeddings", None)
+    return sys.maxsize if limit is None else limit
 
 
 def cut(block: Sequence[int], stop_ids: frozenset[int], budget: int) -> tuple[list[int], str | None]:
     """What of a verified block reaches the text, and the finish reason if it ends it.
 
-    Cut at the first stop token (included), then at the budget; a stop inside the budget wins. With stop 2, [7, 8, 2, 9] gives
-    [7, 8, 2] "stop" at budget 3 and [7, 8] "length" at budget 2.
+    Cut at the first stop token (included), then at the budget; a stop inside the budget wins. With stop 2,
+    [7, 8, 2, 9] gives [7, 8, 2] "stop" at budget 3 and [7, 8] "length" at budget 2.
     """
     for i, token in enumerate(block[:budget]):
         if token in stop_ids:
@@ -100,11 +108,12 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def clamp(proposal: Proposal, depth: int) -> Proposal:
-    """The proposal without the nodes deeper than `depth`; the cut depends on no draft token, so every law stays lossless."""
+    """The proposal without nodes deeper than `depth`. The cut looks at no draft token, so every law stays
+    lossless."""
     levels = depths(proposal.parents)
     if max(levels, default=0) <= depth:
         return proposal
-    kept = [node for node, d in enumerate(levels) if d <= depth]
+    kept = [node for node, level in enumerate(levels) if level <= depth]
     number = {-1: -1, **{node: i for i, node in enumerate(kept)}}
     return Proposal(
         tokens=proposal.tokens[kept],
@@ -114,132 +123,167 @@ def clamp(proposal: Proposal, depth: int) -> Proposal:
     )
 
 
+@dataclass
+class _Request:
+    """One request; key: its random numbers', budget: tokens it may emit."""
+
+    index: int
+    key: int
+    prompt: list[int]
+    budget: int
+    ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    orders: list[torch.Tensor | None] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Longest draft path: the token after it needs a place too."""
+        return self.budget - len(self.ids) - 1
+
+
+@dataclass
+class _Clock:
+    """The fields of `Timing`, growing."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    steps: int = 0
+    draft_steps: int = 0
+
+
 class _Engine:
-    """One call of `generate`: places 0 .. B - 1, each free or holding a request."""
+    """Places 0 .. B - 1 of the batch, each free or holding a request."""
 
     def __init__(
-        self, target, prompts, sampling, max_new_tokens, stop_ids, batch_size, drafter, plan, law, keys, record_orders
+        self, target: Target, sampling: Sampling, stop_ids: frozenset[int], law: str, record_orders: bool
     ):
         self.target, self.sampling, self.stop_ids = target, sampling, stop_ids
-        self.drafter, self.plan, self.law, self.keys, self.record_orders = drafter, plan, law, keys, record_orders
-        limit = _context(target)
-        self.waiting = [
-            _Request(i, list(prompt), min(max_new_tokens, limit - len(prompt))) for i, prompt in enumerate(prompts)
-        ][::-1]
-        self.places: list[_Request | None] = [None] * min(batch_size, len(prompts))
-        nodes = 0 if plan is None else max(plan.length, plan.nodes, plan.top_k * plan.length)
-        capacity = max((len(r.prompt) + r.budget for r in self.waiting), default=0) + nodes + 1
-        self.cache = KVCache(len(self.places), capacity)
-        self.streams = Streams(sampling, [0] * len(self.places))
-        self.taps = () if drafter is None else drafter.taps
-        self.drafting = None if drafter is None or not prompts else drafter.start(len(self.places), capacity)
-        self.done: dict[int, Generation] = {}
-        self.clock = _Clock()
+        self.law, self.record_orders = law, record_orders
 
-    def run(self) -> tuple[list[Generation], list[Timing]]:
-        timings = []
-        while self.waiting:
+    def run(
+        self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
+    ) -> tuple[list[Generation], list[Timing]]:
+        B = min(batch_size, len(waiting))
+        nodes = 0 if plan is None else max(plan.length, plan.nodes, plan.top_k * plan.length)
+        capacity = max(len(request.prompt) + request.budget for request in waiting) + nodes + 1
+        self.cache = KVCache(B, capacity)
+        self.streams = Streams(self.sampling, [0] * B)
+        self.drafting = None if drafter is None else drafter.start(B, capacity)
+        self.taps = () if drafter is None else drafter.taps
+        self.free = list(range(B))
+        self.places: dict[int, _Request] = {}
+        self.done: dict[int, Generation] = {}
+        queue, timings = waiting[::-1], []
+        while queue:
             self.clock = _Clock()
-            while self.waiting or any(self.places):
+            while queue or self.places:
                 began = self._now()
-                while self.waiting and not all(self.places):
-                    self._prefill()
+                while queue and self.free:
+                    self._prefill(queue)
                 prefilled = self._now()
-                if any(self.places):
-                    self._round()
                 self.clock.prefill_s += prefilled - began
-                self.clock.decode_s += self._now() - prefilled
-                if not any(self.places):
+                if not self.places:
                     break
-            timings.append(self.clock.timing())
-        return [self.done[i] for i in range(len(self.done))], timings
+                self._round(plan)
+                self.clock.decode_s += self._now() - prefilled
+                if not self.places:
+                    break
+            timings.append(Timing(**vars(self.clock)))
+        return [self.done[i] for i in range(len(waiting))], timings
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def _prefill(self) -> None:
-        """Fill free places with waiting prompts, run them in one call and choose each one's first token."""
+    def _prefill(self, queue: list[_Request]) -> None:
+        """Fill free places from the end of `queue`, run the prompts in one call and choose their first
+        tokens."""
         taken: list[int] = []
         num_tokens = 0
-        for place, request in enumerate(self.places):
-            if request is not None or not self.waiting:
-                continue
-            num_tokens += len(self.waiting[-1].prompt)
-            if taken and num_tokens > PREFILL_TOKENS:
-                break
-            self.places[place] = self.waiting.pop()
-            self.streams.keys[place] = self.keys[self.places[place].index]
+        while queue and self.free and (not taken or num_tokens + len(queue[-1].prompt) <= PREFILL_TOKENS):
+            place, request = self.free.pop(0), queue.pop()
+            num_tokens += len(request.prompt)
+            self.places[place] = request
+            self.streams.keys[place] = request.key
             self.cache.truncate(place, 0)
             taken.append(place)
         observations = self._step(taken, [self.places[place].prompt for place in taken], [EMPTY] * len(taken))
         if self.drafting is not None and observations:
             self.drafting.observe(observations)
 
-    def _round(self) -> None:
+    def _round(self, plan: Plan | None) -> None:
         """One verification of every request in the batch."""
-        active = [place for place, request in enumerate(self.places) if request is not None]
-        draft_steps = 0 if self.drafting is None else self.drafting.steps
-        began = self._now()
-        proposals = self._propose(active)
+        active = sorted(self.places)
+        began, steps = self._now(), 0 if self.drafting is None else self.drafting.steps
+        proposals = [EMPTY] * len(active) if plan is None else self._propose(active, plan)
         drafted = self._now()
         observations = self._step(active, [self.places[place].ids[-1:] for place in active], proposals)
         verified = self._now()
+        self.clock.steps += 1
+        self.clock.verify_s += verified - drafted
         if self.drafting is not None:
             if observations:
                 self.drafting.observe(observations)
             self.clock.draft_s += drafted - began + self._now() - verified
-            self.clock.draft_steps += self.drafting.steps - draft_steps
-        self.clock.steps += 1
-        self.clock.verify_s += verified - drafted
+            self.clock.draft_steps += self.drafting.steps - steps
 
-    def _propose(self, active: list[int]) -> list[Proposal]:
-        """A checked proposal per request, empty where the budget has room for the bonus token alone."""
+    def _propose(self, active: list[int], plan: Plan) -> list[Proposal]:
+        """A checked proposal per request, empty where the budget has room for one token only."""
+        assert self.drafting is not None
         found = dict.fromkeys(active, EMPTY)
-        rooms = {place: self.places[place].budget - len(self.places[place].ids) - 1 for place in active}
-        asked = [place for place in active if rooms[place] > 0]
-        if self.drafting is not None and asked:
-            plan = replace(self.plan, length=min(self.plan.length, max(rooms[place] for place in asked)))
-            for place, proposal in zip(asked, self.drafting.propose(asked, plan, self.streams), strict=True):
-                found[place] = clamp(proposal, rooms[place])
+        rooms = {place: self.places[place].room for place in active if self.places[place].room > 0}
+        if rooms:
+            plan = replace(plan, length=min(plan.length, max(rooms.values())))
+            proposals = self.drafting.propose(list(rooms), plan, self.streams)
+            for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
+                found[place] = clamp(proposal, room)
                 check_proposal(found[place], self.target.vocab_size, self.law)
         return list(found.values())
 
-    def _step(self, places: list[int], texts: list[list[int]], proposals: list[Proposal]) -> list[Observation]:
-        """One target call on new text (its last token is the root) and draft tokens; verify, cut, commit.
+    def _step(
+        self, places: list[int], texts: list[list[int]], proposals: list[Proposal]
+    ) -> list[Observation]:
+        """One target call on new text (its last token is the root) and draft tokens; then verify, cut,
+        commit.
 
         Returns an observation for each request that goes on.
         """
-        roots = [self.cache.committed[place] + len(text) - 1 for place, text in zip(places, texts, strict=True)]
-        parents, flat, first = [], [], []
-        for text, proposal in zip(texts, proposals, strict=True):
+        device = self.target.device
+        parents, roots, starts, bases = [], [], [], []
+        flat: list[int] = []
+        judged: list[int] = []
+        for place, text, proposal in zip(places, texts, proposals, strict=True):
             parents.append([*range(-1, len(text) - 1), *(len(text) + parent for parent in proposal.parents)])
-            first.append(len(flat) + len(text) - 1)
+            roots.append(self.cache.committed[place] + len(text) - 1)
+            starts.append(len(flat))
             flat += [*text, *proposal.tokens.tolist()]
+            bases.append(len(judged))
+            judged += range(starts[-1] + len(text) - 1, len(flat))
         layout = self.cache.grow(places, parents)
-        ids = torch.tensor(flat, device=self.target.device)
-        states = self.target.states(ids, layout.positions.to(ids.device), layout, taps=self.taps)
-        judged = [row + i for row, proposal in zip(first, proposals, strict=True) for i in range(len(proposal.parents) + 1)]
-        row_of = {row: i for i, row in enumerate(judged)}
+        ids = torch.tensor(flat, device=device)
+        states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
         logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])
 
         def laws(which: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
-            rows = [row_of[first[i] + node + 1] for i, node in zip(which, nodes, strict=True)]
-            return self._law(logits if rows == list(range(len(logits))) else logits[rows], [places[i] for i in which])
+            rows = [bases[i] + node + 1 for i, node in zip(which, nodes, strict=True)]
+            return self._law(logits if len(rows) == len(logits) else logits[rows], [places[i] for i in which])
 
-        keys = {"law": self.law, "streams": self.streams, "requests": places, "root_positions": roots}
-        verdicts = verify(proposals, laws, **keys)
+        verdicts = verify(
+            proposals, laws, law=self.law, streams=self.streams, requests=places, root_positions=roots
+        )
         paths, observations = [], []
         for i, (place, text, verdict) in enumerate(zip(places, texts, verdicts, strict=True)):
-            kept, goes_on = self._emit(place, proposals[i], verdict)
-            path = [*range(len(text)), *(len(text) + node for node in verdict.path)][: len(text) - 1 + len(kept)]
-            paths.append(path)
-            if goes_on and self.drafting is not None:
-                rows = [first[i] - len(text) + 1 + node for node in path]
-                next_ids = torch.tensor([*text[1:], *kept], device=ids.device)
-                start = self.cache.committed[place]
-                observations.append(Observation(place, start, next_ids, states.taps[rows], states.final[rows]))
+            kept = self._emit(place, proposals[i], verdict)
+            path = [*range(len(text)), *(len(text) + node for node in verdict.path)]
+            paths.append(path[: len(text) - 1 + len(kept)])
+            if self.drafting is not None and place in self.places:
+                rows = [starts[i] + node for node in path]
+                next_ids = torch.tensor([*text[1:], *kept], device=device)
+                taps, final = states.taps[rows], states.final[rows]
+                observations.append(Observation(place, self.cache.committed[place], next_ids, taps, final))
         self.cache.commit_all(places, paths)
         return observations
 
@@ -248,60 +292,45 @@ class _Engine:
         try:
             return self.sampling.law(logits)
         except ValueError as error:
-            at = next(place for place, row in zip(places, logits.float().amax(-1), strict=True) if not row.isfinite())
-            request = self.places[at]
-            raise ValueError(f"prompt {request.index}, {len(request.ids)} tokens on: the target's {error}") from error
+            tops = logits.float().amax(-1).tolist()
+            at = next(place for place, top in zip(places, tops, strict=True) if not abs(top) < float("inf"))
+            where = f"prompt {self.places[at].index} after {len(self.places[at].ids)} tokens"
+            raise ValueError(f"{where}: target {error}") from error
 
-    def _emit(self, place: int, proposal: Proposal, verdict: Verdict) -> tuple[list[int], bool]:
-        """Add what survives the cut to the request's text and counters; returns it, and whether the request goes on."""
+    def _emit(self, place: int, proposal: Proposal, verdict: Verdict) -> list[int]:
+        """Add what survives the cut to the request's text and counters; a request that ends leaves its
+        place."""
         request = self.places[place]
         block = [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus]
         kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids))
         if self.drafting is not None and request.ids:
-            counters = {"drafted": len(proposal.parents), "depth": max(depths(proposal.parents), default=0)}
-            counters |= {"accepted": len(verdict.path), "emitted": len(kept), "bonus_cut": len(kept) < len(block)}
-            request.rounds.append(Round(alphas=verdict.alphas, **counters))
+            request.rounds.append(
+                Round(
+                    drafted=len(proposal.parents),
+                    depth=max(depths(proposal.parents), default=0),
+                    accepted=len(verdict.path),
+                    emitted=len(kept),
+                    alphas=verdict.alphas,
+                    bonus_cut=len(kept) < len(block),
+                )
+            )
         if self.record_orders:
             rows = [0, *(node + 1 for node in verdict.path)][: len(kept)]
             request.orders += [_order(proposal.ranked, row) for row in rows]
         request.ids += kept
         if reason is not None:
-            self.places[place] = None
+            self.free.append(place)
+            del self.places[place]
             self.done[request.index] = Generation(
-                tuple(request.prompt), tuple(request.ids), reason, tuple(request.rounds), tuple(request.orders)
+                prompt_ids=tuple(request.prompt),
+                ids=tuple(request.ids),
+                finish_reason=reason,
+                rounds=tuple(request.rounds),
+                orders=tuple(request.orders),
             )
-        return kept, reason is None
+        return kept
 
 
 def _order(ranked: torch.Tensor | None, row: int) -> torch.Tensor | None:
-    """The drafter's likeliest tokens at `row` of the proposal, or None where it was not asked."""
+    """The drafter's likeliest tokens at a row of `ranked`, or None where it was not asked."""
     return None if ranked is None or ranked[row, 0] < 0 else ranked[row]
-
-
-def _context(target: Target) -> int:
-    """Most tokens of prompt and text together."""
-    limit = getattr(target.config, "max_position_embeddings", None)  # a foreign config; absent where positions are unbounded
-    return sys.maxsize if limit is None else limit
-
-
-def _check_settings(target, prompts, keys, max_new_tokens, batch_size, drafter, plan, law) -> None:
-    choose("law", law, LAWS)
-    at_least("max_new_tokens", max_new_tokens, 1)
-    at_least("batch_size", batch_size, 1)
-    if (drafter is None) != (plan is None):
-        raise ValueError(f"drafter={drafter!r:.60} with plan={plan}: give both, or neither for plain decoding")
-    if plan is not None:
-        choose("plan.shape", plan.shape, ("chain", "tree"))
-        at_least("plan.length", plan.length, 1)
-        if plan.shape == "tree":
-            at_least("plan.nodes", plan.nodes, 1)
-            at_least("plan.top_k", plan.top_k, 1)
-            if law == "rejection":
-                raise ValueError("law=rejection with plan.shape=tree: a tree needs law=target_only")
-    if len(keys) != len(prompts) or len(set(keys)) != len(keys):
-        raise ValueError(f"request_keys: expected {len(prompts)} different numbers, one per prompt, got {list(keys)}")
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < _context(target):
-            raise ValueError(
-                f"prompt {i}: {len(prompt)} tokens, expected 1 to {_context(target) - 1} (the target's context less one)"
-            )

@@ -9,10 +9,10 @@ import torch
 class Round:
     """One verification of one request.
 
-    drafted: draft tokens proposed; depth: longest path in the proposal; accepted: draft tokens accepted before any cut;
-    emitted: tokens that reached the text after stop and length cuts (bonus included if it stayed);
-    alphas: analytic acceptance of each reached level (accepted + 1 of them, or `depth` if all were accepted);
-    bonus_cut: whether the bonus token was cut.
+    drafted: draft tokens proposed; depth: longest path in the proposal; accepted: draft tokens accepted
+    before any cut; emitted: tokens that reached the text after stop and length cuts (bonus included if it
+    stayed); alphas: analytic acceptance of each reached level (accepted + 1 of them, or `depth` if all were
+    accepted); bonus_cut: whether the bonus token was cut.
     """
 
     drafted: int
@@ -27,9 +27,10 @@ class Round:
 class Generation:
     """The text of one request.
 
-    ids: emitted tokens, the first (from the prefill) included, the stop token included; finish_reason: "stop" or "length".
-    rounds: empty for plain decoding. orders: one entry per emitted token when recorded: int64 [M] ids by descending draft
-    probability at that place, or None where no drafter was asked (prefill's token, tokens after a leaf).
+    ids: emitted tokens, the first (from the prefill) included, the stop token included; finish_reason: "stop"
+    or "length". rounds: empty for plain decoding. orders: one entry per emitted token when recorded: int64
+    [M] ids by descending draft probability at that place, or None where no drafter was asked (prefill's
+    token, tokens after a leaf).
     """
 
     prompt_ids: tuple[int, ...]

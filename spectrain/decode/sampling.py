@@ -1,9 +1,9 @@
 """From logits to laws, and the counter-based random numbers that draw from them.
 
-One function, `law`, serves drawing, acceptance, residual and the plain baseline. Every random number is a hash of
-(seed, request key, root position, slot, purpose): it depends on nothing else, so the same seed gives the same text whatever
-batch a request is in, and no number is read twice (Leviathan et al. 2023 need independent ones). Knows no model and no tree.
-Legend: R rows, V vocabulary.
+One function, `law`, serves drawing, acceptance, residual and the plain baseline. Every random number is a
+hash of (seed, request key, root position, slot, purpose): it depends on nothing else, so the same seed gives
+the same text whatever batch a request is in, and no number is read twice (Leviathan et al. 2023 need
+independent ones). Knows no model and no tree. Legend: R rows, V vocabulary.
 """
 
 import struct
@@ -20,9 +20,10 @@ BLOCK = 256
 
 
 def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Ids [R] of the largest logit, the lowest id among ties; raises ValueError if a row holds NaN or +inf."""
+    """Ids [R] of the largest logit, the lowest id among ties; raises ValueError if a row holds NaN or
+    +inf."""
     rows = logits_RV.float()
-    # numpy's argmax is vectorised, torch's is not: 0.8 against 3.8 ms for 64 rows of 49,152 (2 cores, 2026-11).
+    # numpy's argmax is vectorised, torch's is not: 0.8 against 3.8 ms for 64 x 49,152 (2 cores, 2026-11).
     ids = torch.from_numpy(rows.numpy().argmax(-1)) if rows.device.type == "cpu" else rows.argmax(-1)
     if not rows.gather(-1, ids[:, None]).isfinite().all():
         raise ValueError("logits are not finite: NaN, inf, or nothing but -inf in a row")
@@ -30,10 +31,11 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
 
 
 def law(logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Probabilities, float32 [R, V]: temperature, then top-k, then top-p, each as transformers' generate does.
+    """Probabilities, float32 [R, V]: temperature, then top-k, then top-p, each as transformers' generate
+    does.
 
-    Temperature 0 is the one-hot law of the largest logit (lowest id among ties). top_k 0 and top_p 1 keep everything; logits
-    equal to the k-th are kept. Raises ValueError if a row holds NaN or +inf.
+    Temperature 0 is the one-hot law of the largest logit (lowest id among ties). top_k 0 and top_p 1 keep
+    everything; logits equal to the k-th are kept. Raises ValueError if a row holds NaN or +inf.
     """
     if temperature == 0:
         ids = argmax(logits_RV)
@@ -48,15 +50,17 @@ def law(logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: f
         ordered[mass.cumsum(-1) - mass >= top_p] = float("-inf")
         scores = torch.full_like(scores, float("-inf")).scatter_(-1, order, ordered)
     probabilities = torch.softmax(scores, -1)
-    if probabilities.sum().isnan():
+    if probabilities[:, 0].isnan().any():  # one bad logit spoils its whole row
         raise ValueError("logits are not finite: NaN, inf, or nothing but -inf in a row")
     return probabilities
 
 
 def invert(law_RV: torch.Tensor, uniforms_R: Sequence[float]) -> list[int]:
-    """For each row the first id at which the cumulative mass exceeds uniform * total mass, in float64; rows need not sum to 1.
+    """For each row the first id at which the cumulative mass exceeds uniform * total mass, in float64; rows
+    need not sum to 1.
 
-    Blocks first, then inside one block, so that no [R, V] cumulative sum is formed. An id of mass 0 is never returned.
+    Blocks first, then inside one block, so that no [R, V] cumulative sum is formed. An id of mass 0 is never
+    returned.
     """
     V = law_RV.shape[-1]
     blocks = F.pad(law_RV, (0, -V % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -92,7 +96,8 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p={self.top_p!r}: expected 0 < value <= 1")
         if self.temperature == 0 and self.draft_temperature:
-            raise ValueError(f"sampling.draft_temperature={self.draft_temperature!r}: no effect at temperature 0")
+            key = f"sampling.draft_temperature={self.draft_temperature!r}"
+            raise ValueError(f"{key}: has no effect at temperature 0, expected 0")
 
     @property
     def greedy(self) -> bool:
@@ -109,7 +114,8 @@ class Sampling:
 
 
 class Streams:
-    """Random choices of a batch: request i of the batch draws with the stable key keys[i] (see `proposal.Sampler`)."""
+    """Random choices of a batch: request i of the batch draws with the stable key keys[i] (see
+    `proposal.Sampler`)."""
 
     def __init__(self, sampling: Sampling, keys: Sequence[int]):
         self.sampling = sampling

@@ -1,12 +1,14 @@
 """Which draft tokens the target keeps: one walk from the root for every lossless law, greedy being its limit.
 
 At each level, with p the target's law at the last accepted node:
-    target_only  the children in order take p(child) of one uniform each; else a token outside them is drawn from p. Lossless for
-                 any set of distinct siblings chosen without looking at the coins (SGLang's tree rule with thresholds 1).
-    rejection    the one child x, drawn from q, is kept with probability min(1, p(x) / q(x)); else a token is drawn from
-                 (p - q)+ (Leviathan et al. 2023, algorithm 1).
-After a node without children the bonus token is drawn from p. A chosen (not drawn) child has q one-hot, for which `rejection`
-is `target_only`. Knows no model and no text limits. Legend: R live requests, V vocabulary.
+    target_only  the children in order take p(child) of one uniform each, else a token outside them is drawn
+    from p.
+                 Lossless for any distinct siblings chosen without looking at the coins.
+    rejection    the one child x, drawn from q, is kept with probability min(1, p(x) / q(x)), else a token is
+    drawn
+                 from (p - q)+ (Leviathan et al. 2023, algorithm 1).
+After a node without children the bonus token is drawn from p. A chosen (not drawn) child has q one-hot, for
+which `rejection` is `target_only`. Knows no model and no text limits. Legend: R live requests, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +19,15 @@ from spectrain.decode.sampling import BONUS, RESIDUAL, Streams
 from spectrain.proposal import Proposal, Verdict
 
 LAWS = ("rejection", "target_only")
+ROUNDING = 1e-13  # a smaller rest beside the children's mass is rounding: they hold all of it
 
 
 def check_proposal(proposal: Proposal, vocab_size: int, law: str) -> None:
-    """Raise ValueError for a proposal that no lossless law covers: twins among siblings, a parent after its child, a tree for
-    `rejection`, ids outside the vocabulary."""
+    """Raise ValueError for a proposal that no lossless law covers.
+
+    That is twins among siblings, a parent after its child, a tree for `rejection`, an id outside the
+    vocabulary.
+    """
     tokens, parents = proposal.tokens.tolist(), proposal.parents
     if len(tokens) != len(parents):
         raise ValueError(f"proposal: {len(tokens)} tokens but {len(parents)} parents")
@@ -32,17 +38,17 @@ def check_proposal(proposal: Proposal, vocab_size: int, law: str) -> None:
         if not 0 <= token < vocab_size:
             raise ValueError(f"proposal: node {i} has token {token}, expected 0 to {vocab_size - 1}")
         if (parent, token) in seen:
-            raise ValueError(f"proposal: two children of node {parent} carry token {token}; siblings must be distinct")
+            raise ValueError(f"proposal: node {parent} has child token {token} twice; siblings must differ")
         seen.add((parent, token))
-    if law == "rejection" and list(parents) != list(range(-1, len(parents) - 1)):
-        raise ValueError("law=rejection: the proposal is a tree; a tree needs law=target_only")
+    if law == "rejection" and any(parent != i - 1 for i, parent in enumerate(parents)):
+        raise ValueError("law=rejection: the proposal is a tree, which needs law=target_only")
 
 
 class _Walk:
     """The way of one request down its proposal."""
 
     def __init__(self, proposal: Proposal, request: int, root_position: int):
-        self.key = (request, root_position)
+        self.request, self.root_position = request, root_position
         self.q = proposal.q
         self.tokens = proposal.tokens.tolist()
         self.children: dict[int, list[int]] = {}
@@ -57,35 +63,25 @@ class _Walk:
         return self.path[-1] if self.path else -1
 
     @property
+    def q_V(self) -> torch.Tensor:
+        """The law that the one child was drawn from."""
+        assert self.q is not None, "a proposal with q beside one without"
+        return self.q[self.children[self.node][0]]
+
+    @property
     def offered(self) -> list[int]:
         """Tokens of the children of the last accepted node."""
         return [self.tokens[child] for child in self.children.get(self.node, ())]
 
-    def descend(self, p_V: torch.Tensor, chances: list[float], law: str, streams: Streams) -> bool:
-        """Accept a child of the last accepted node, or turn p_V into the residual law in place.
-
-        chances: p of the children.
-        """
-        offered, level, q_V = self.offered, len(self.path), None
-        if law == "rejection" and self.q is not None:
-            q_V = _normalised(self.q[self.children[self.node][0]])
-            q = q_V[offered[0]].item()
-            if not q > 0:
-                raise ValueError(f"proposal: draft token {offered[0]} has q={q}, so it was not drawn from this q")
-            self.alphas.append(torch.minimum(p_V, q_V).sum().item())
-            chances = [min(1.0, chances[0] / q)]
-        else:
-            self.alphas.append(min(1.0, sum(chances)))
-        # A rest below 1e-13 is rounding: the children hold all of the mass.
+    def choose(self, chances: Sequence[float], streams: Streams) -> bool:
+        """Toss the coin of this level: accept a child with its share of `chances`, or none with the rest."""
         rest = 1.0 - sum(chances)
-        chosen = streams.choose([*chances, rest if rest > 1e-13 else 0.0], *self.key, level)
-        if chosen < len(chances):
-            self.path.append(self.children[self.node][chosen])
-            return True
-        residual = p_V.index_fill(0, torch.tensor(offered, device=p_V.device), 0) if q_V is None else (p_V - q_V).clamp_(min=0)
-        if residual.sum() > 0:
-            p_V.copy_(residual)
-        return False
+        weights = [*chances, rest if rest > ROUNDING else 0.0]
+        chosen = streams.choose(weights, self.request, self.root_position, len(self.path))
+        if chosen == len(chances):
+            return False
+        self.path.append(self.children[self.node][chosen])
+        return True
 
 
 def verify(
@@ -99,43 +95,75 @@ def verify(
 ) -> list[Verdict]:
     """One verdict per proposal, all checked by `check_proposal`.
 
-    laws(indices, nodes) gives p, float32 [R, V], of proposals `indices` at `nodes` (-1: the root); only reached nodes are asked
-    for. requests and root_positions key the random numbers.
+    laws(indices, nodes) gives p, float32 [R, V], of proposals `indices` at `nodes` (-1: the root); only
+    reached nodes are asked for. requests and root_positions key the random numbers.
     """
     walks = [_Walk(*each) for each in zip(proposals, requests, root_positions, strict=True)]
     live = list(range(len(walks)))
     while live:
         p_RV = laws(live, [walks[i].node for i in live])
-        if not streams.greedy:
-            p_RV = _normalised(p_RV)
-        offered = [walks[i].offered for i in live]
-        chances = _gather(p_RV, offered)
-        leaves = [row for row, tokens in enumerate(offered) if not tokens]
-        inner = [row for row, tokens in enumerate(offered) if tokens]
-        moved = {row for row in inner if walks[live[row]].descend(p_RV[row], chances[row], law, streams)}
-        for purpose, rows in ((BONUS, leaves), (RESIDUAL, [row for row in inner if row not in moved])):
-            stopped = [walks[live[row]] for row in rows]
-            if not stopped:
-                continue
-            keys = [*zip(*(walk.key for walk in stopped), strict=True), [len(walk.path) for walk in stopped]]
-            drawn = streams.pick(p_RV if len(rows) == len(live) else p_RV[rows], *keys, purpose)
-            for walk, token in zip(stopped, drawn, strict=True):
-                walk.bonus = token
-        live = [live[row] for row in inner if row in moved]
+        leaves = [row for row, i in enumerate(live) if not walks[i].offered]
+        inner = [row for row, i in enumerate(live) if walks[i].offered]
+        if leaves:
+            _draw([walks[live[row]] for row in leaves], p_RV[leaves] if inner else p_RV, streams, BONUS)
+        moved: list[bool] = []
+        if inner:
+            offered_RV = p_RV[inner] if leaves else p_RV
+            moved = _descend([walks[live[row]] for row in inner], offered_RV, law, streams)
+        live = [live[row] for row, went_on in zip(inner, moved, strict=True) if went_on]
     return [Verdict(tuple(walk.path), walk.bonus, tuple(walk.alphas)) for walk in walks]
 
 
-def _normalised(law: torch.Tensor) -> torch.Tensor:
-    """float64 with sum 1, so that coin, residual and bonus follow one law exactly."""
-    law = law.double()
-    return law / law.sum(-1, keepdim=True)
+def _draw(walks: Sequence[_Walk], law_RV: torch.Tensor, streams: Streams, purpose: int) -> None:
+    """End the walks with a token each, drawn from the rows of `law_RV`."""
+    requests = [walk.request for walk in walks]
+    roots, slots = [walk.root_position for walk in walks], [len(walk.path) for walk in walks]
+    drawn = streams.pick(law_RV, requests, roots, slots, purpose)
+    for walk, token in zip(walks, drawn, strict=True):
+        walk.bonus = token
 
 
-def _gather(p_RV: torch.Tensor, tokens: Sequence[list[int]]) -> list[list[float]]:
-    """p of each row's tokens, by one read of the device."""
+def _descend(walks: Sequence[_Walk], p_RV: torch.Tensor, law: str, streams: Streams) -> list[bool]:
+    """One level: accept a child for each walk or end it with a draw from the residual; returns who goes
+    on."""
+    offered = [walk.offered for walk in walks]
+    p_sums = p_RV.sum(-1, dtype=torch.float64)
+    chances = _gather(p_RV, p_sums, offered)
+    q_RV = None
+    if law == "rejection" and any(walk.q is not None for walk in walks):
+        q_RV = torch.stack([walk.q_V for walk in walks])
+        q_sums = q_RV.sum(-1, dtype=torch.float64)
+        drawn_from = [row[0] for row in _gather(q_RV, q_sums, offered)]
+        alphas = torch.minimum(p_RV, q_RV).sum(-1).tolist()
+        for tokens, q in zip(offered, drawn_from, strict=True):
+            if not q > 0:
+                raise ValueError(f"proposal: draft token {tokens[0]} has q={q}: it was not drawn from this q")
+        chances = [[min(1.0, row[0] / q)] for row, q in zip(chances, drawn_from, strict=True)]
+    else:
+        alphas = [sum(row) for row in chances]
+    for walk, alpha in zip(walks, alphas, strict=True):
+        walk.alphas.append(min(1.0, alpha))
+    moved = [walk.choose(row, streams) for walk, row in zip(walks, chances, strict=True)]
+    rows = [row for row, went_on in enumerate(moved) if not went_on]
+    if rows:
+        p_RV = p_RV[rows]
+        if q_RV is None:
+            residual_RV = p_RV.clone()
+            for row, i in enumerate(rows):
+                residual_RV[row, offered[i]] = 0
+        else:
+            q_RV = q_RV[rows].double() / q_sums[rows, None]
+            residual_RV = (p_RV.double() / p_sums[rows, None] - q_RV).clamp_(min=0)
+        # Nothing is left where the coin's refusal was rounding; then any draw from p will do.
+        empty = residual_RV.sum(-1, keepdim=True) <= 0
+        residual_RV = torch.where(empty, p_RV, residual_RV)
+        _draw([walks[row] for row in rows], residual_RV, streams, RESIDUAL)
+    return moved
+
+
+def _gather(law_RV: torch.Tensor, sums_R: torch.Tensor, tokens: Sequence[list[int]]) -> list[list[float]]:
+    """Probability of each row's tokens in float64, by one read of the device."""
     width = max(map(len, tokens))
-    if width == 0:
-        return [[] for _ in tokens]
-    index = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=p_RV.device)
-    values = p_RV.gather(1, index).tolist()
+    index = torch.tensor([row + row[:1] * (width - len(row)) for row in tokens], device=law_RV.device)
+    values = (law_RV.gather(1, index).double() / sums_R[:, None]).tolist()
     return [row[: len(some)] for row, some in zip(values, tokens, strict=True)]
