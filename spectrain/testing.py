@@ -3,11 +3,17 @@
 Knows nothing of training or decoding. In `byte_tokenizer` one byte is one token, its id the byte's value.
 """
 
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spectrain.data.packing import Sample
+from spectrain.drafters.layers import spans
+from spectrain.objectives import ObjectiveResult, RowIndex, Rows
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>")  # ids 256, 257, 258, 259
 
@@ -100,7 +106,7 @@ def tiny_llama(
 
 @torch.no_grad()
 def ladder_llama(*, layers: int = 4, hidden: int = 8, vocab: int = 16, norm: float = 2.0) -> LlamaForCausalLM:
-    """A Llama that climbs: id i is embedded as 100 i in every channel, layer k adds 2**k, `norm` scales the end."""
+    """A Llama that climbs: id i is embedded as 100 i in every channel, layer k adds 2**k."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -124,3 +130,72 @@ def ladder_llama(*, layers: int = 4, hidden: int = 8, vocab: int = 16, norm: flo
         layer.input_layernorm.weight.fill_(1.0)
         layer.post_attention_layernorm.weight.fill_(1.0)
     return model
+
+
+def make_sample(id: str, ids: list[int], supervised: str) -> Sample:
+    """A sample whose mask is drawn: "..SS.T" supervises tokens 2 and 3 as one span and token 5 as another."""
+    span_ids = torch.tensor([-1 if mark == "." else ord(mark) for mark in supervised], dtype=torch.int32)
+    return Sample(id, torch.tensor(ids, dtype=torch.int32), span_ids >= 0, span_ids)
+
+
+def random_samples(number: int, *, vocab: int = 260, longest: int = 40, seed: int = 0) -> list[Sample]:
+    """Samples of 8 to `longest` random tokens; the last two thirds of each are one span."""
+    draw = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(number):
+        length = int(torch.randint(8, longest + 1, (1,), generator=draw))
+        ids = torch.randint(0, vocab, (length,), generator=draw).tolist()
+        samples.append(make_sample(f"s{i:03d}", ids, "." * (length // 3) + "S" * (length - length // 3)))
+    return samples
+
+
+@dataclass(frozen=True)
+class GainConfig:
+    family: str = "gain"
+
+
+class GainDrafter(nn.Module):
+    """The least a loop can train: one slot, a row's state is `gain`; row t counts iff t + 1 and t + 2 share a
+    span."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = GainConfig()
+        self.taps = (0,)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("kept_ids", torch.arange(4), persistent=False)
+
+    def index(self, tokens) -> RowIndex:
+        pieces = [torch.arange(max(a, d + 1), b - 1) for d, a, b in spans(tokens)]
+        source = torch.cat([torch.empty(0, dtype=torch.long), *pieces])
+        return RowIndex(row=source - 1, slot=torch.zeros_like(source), source=source, slots=1)
+
+    def rows(self, batch) -> Rows:
+        index = self.index(batch.tokens)
+        return Rows(index, self.gain.expand(len(index.row), 1))
+
+    def head_weight(self) -> torch.Tensor:
+        return self.gain
+
+
+class TableObjective:
+    """A loss that can be added up by hand: a row costs `gain` times its label's id, label 4 costs NaN, 7
+    infinity."""
+
+    def __init__(self, config, drafter, target):
+        self.table = torch.arange(260.0)
+        self.table[4] = float("nan")
+
+    def count(self, index, batch) -> torch.Tensor:
+        return torch.tensor([[float(len(index.row))]], dtype=torch.float64)
+
+    def loss(self, rows, batch, head, counts) -> ObjectiveResult:
+        cost = self.table[batch.tokens.ids[rows.index.source + 1]] * rows.state[:, 0] / counts[0, 0].float()
+        zero = torch.zeros(1, dtype=torch.float64)
+        stats = {
+            "loss": cost.detach().double().sum()[None],
+            "count": zero + len(cost),
+            "alpha": zero,
+            "agree": zero,
+        }
+        return ObjectiveResult(cost.sum(), stats)
