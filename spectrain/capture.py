@@ -11,13 +11,14 @@ import errno
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -161,21 +162,21 @@ def capture(
     if process.is_main_process:
         _open(folder, settings)
     process.wait_for_everyone()
-    missing = _missing(folder, len(plan))
+    own = range(process.process_index, len(plan), process.num_processes)
+    mine = _missing(folder, own)
+    missing = gather_object(mine)
     if process.is_main_process:
         tokens = sum(len(samples[i].ids) for number in missing for i in plan[number])
-        _check_space(
-            folder,
-            tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype),
-            len(missing),
-            len(plan),
-        )
-    rejected = [pair for record in _records(folder, len(plan)) for pair in record["rejected"]]
-    mine = missing[process.process_index :: process.num_processes]
-    hidden = not (progress and process.is_main_process)
-    total = sum(len(samples[i].ids) for number in mine for i in plan[number])
+        needed = tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype)
+        _check_space(folder, needed, len(missing), len(plan))
+    process.wait_for_everyone()
+    rejected = _rejected(_records(folder, [number for number in own if number not in set(mine)]))
     interval = 0.1 if sys.stderr.isatty() else 10
-    with tqdm(total=total, unit="tok", desc="capture", disable=hidden, mininterval=interval) as bar:
+    hidden = not (progress and process.is_main_process)
+    with tqdm(
+        total=sum(len(samples[i].ids) for number in mine for i in plan[number]),
+        unit="tok", desc="capture", disable=hidden, mininterval=interval,
+    ) as bar:  # fmt: skip
         for number in mine:
             row = [samples[i] for i in plan[number]]
             kept, batch, bad = reject_bad(row, capture_batch(target, row, tap_ids))
@@ -187,8 +188,8 @@ def capture(
             bar.update(sum(len(sample.ids) for sample in row))
     process.wait_for_everyone()
     if process.is_main_process:
-        records = _records(folder, len(plan))
-        rejected = [pair for record in records for pair in record["rejected"]]
+        records = _records(folder, range(len(plan)))
+        rejected = _rejected(records)
         check_rejected(rejected, len(rejected), len(samples), max_bad_fraction)
         write_manifest(folder, settings, records)
     process.wait_for_everyone()
@@ -216,21 +217,23 @@ def _open(folder: Path, settings: dict[str, Any]) -> None:
     write_json(folder / SETTINGS, settings)
 
 
-def _records(folder: Path, num_shards: int) -> list[dict[str, Any]]:
-    """The records of the shards that are there."""
-    paths = [shard_path(folder, number).with_suffix(".json") for number in range(num_shards)]
-    return [read_json(path) for path in paths if path.exists()]
+def _records(folder: Path, numbers: Iterable[int]) -> list[dict[str, Any]]:
+    """The records of those shards."""
+    return [read_json(shard_path(folder, number).with_suffix(".json")) for number in numbers]
 
 
-def _missing(folder: Path, num_shards: int) -> list[int]:
-    """Numbers of the shards that are not there or damaged."""
-    damaged = damaged_shards(folder, _records(folder, num_shards))
+def _rejected(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    return [pair for record in records for pair in record["rejected"]]
+
+
+def _missing(folder: Path, numbers: Iterable[int]) -> list[int]:
+    """Those of `numbers` whose shards are not there or damaged."""
+    written = [n for n in numbers if shard_path(folder, n).with_suffix(".json").exists()]
+    damaged = damaged_shards(folder, _records(folder, written))
     for file, reason in damaged.items():
         log.info("%s: %s; writing it again", folder / file, reason)
-    paths = [shard_path(folder, number) for number in range(num_shards)]
-    return [
-        n for n, path in enumerate(paths) if path.name in damaged or not path.with_suffix(".json").exists()
-    ]
+    whole = {n for n in written if shard_path(folder, n).name not in damaged}
+    return [n for n in numbers if n not in whole]
 
 
 def _check_space(folder: Path, needed: int, missing: int, num_shards: int) -> None:
@@ -246,7 +249,7 @@ def _check_space(folder: Path, needed: int, missing: int, num_shards: int) -> No
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"disk full: the features need {needed / gib:.2f} GiB, {free / gib:.2f} GiB are free: free space, "
-            "use fewer samples, or train.features=online",
+            f"disk full: the features need {needed / gib:.2f} GiB, {free / gib:.2f} GiB are free: free "
+            "space, use fewer samples, or train.features=online",
             str(folder),
         )
