@@ -133,7 +133,7 @@ class Chat:
         if added and end is None:
             text = self.tokenizer.decode(added)
             raise ValueError(f"target.path: its chat template ends an answer with {text!r}, no special token")
-        return {end} - {None}
+        return set() if end is None else {end}
 
 
 def _rows(turns: Sequence[Turn], end_ids: set[int]) -> list[list[Turn]]:

@@ -155,7 +155,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise BadRow(f"unknown_role:{name}", f"{where} has role {name!r}; known: {', '.join(ROLES)}")
-    message = {"role": role, "content": _content(turn, where)}
+    message: dict[str, Any] = {"role": role, "content": _content(turn, where)}
     message |= {key: value for key, value in turn.items() if key not in RENAMED}
     if reasoning := turn.get("reasoning_content", turn.get("reasoning")):
         message["reasoning_content"] = reasoning
@@ -172,8 +172,10 @@ def _content(turn: dict[str, Any], where: str) -> str:
     if content is None and any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning")):
         return ""
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
+        texts = [
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        if len(texts) == len(content):
             return "".join(texts)
     raise BadRow("bad_content", f"{where}: content is {json.dumps(content)[:60]}, expected a text")
 

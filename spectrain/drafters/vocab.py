@@ -1,7 +1,7 @@
-"""The draft vocabulary: the target ids that a drafter can propose, chosen by how often training supervises them.
+"""The draft vocabulary: the target ids that a drafter can propose, those that training supervises most often.
 
-Inside, a vocabulary is `kept_ids`, int64 [W], the kept target ids in ascending order. On disk it is what the engines read:
-d2t holds offsets, target id = i + d2t[i], and t2d marks the kept ids. Kept 0, 2, 3, 7, 9 of 10:
+Inside, a vocabulary is `kept_ids`, int64 [W], the kept target ids in ascending order. On disk it is what the
+engines read: d2t holds offsets, target id = i + d2t[i], and t2d marks the kept ids. Kept 0, 2, 3, 7, 9 of 10:
     i         0 1 2 3 4
     kept_ids  0 2 3 7 9
     d2t       0 1 1 4 5
@@ -18,7 +18,7 @@ import torch
 def choose_kept_ids(
     counts: torch.Tensor, num_kept: int, *, num_tokens: int, forced: Iterable[int] = ()
 ) -> torch.Tensor:
-    """The `forced` ids (stop tokens) and the ids with the highest counts, int64 [num_kept] in ascending order.
+    """The `forced` ids (stop tokens) and those with the highest counts, int64 [num_kept] in ascending order.
 
     counts: int64 [N], occurrences per id in supervised tokens. num_tokens: length of the tokenizer; the
     target's head may have more rows, and those never occur. Equal counts go to the lower id, so ids without
@@ -28,7 +28,8 @@ def choose_kept_ids(
     must = sorted(set(forced))
     if not max(1, len(must)) <= num_kept <= num_tokens:
         raise ValueError(
-            f"drafter.draft_vocab={num_kept}: expected {max(1, len(must))} (the stop tokens) to {num_tokens} (the tokenizer)"
+            f"drafter.draft_vocab={num_kept}: expected {max(1, len(must))} (the stop tokens) to {num_tokens} "
+            "(the tokenizer)"
         )
     if must and not 0 <= must[0] <= must[-1] < num_tokens:
         raise ValueError(f"forced ids {must}: expected ids of the tokenizer, 0 to {num_tokens - 1}")
@@ -67,8 +68,8 @@ def read_kept_ids(
     kept_ids = torch.arange(num_kept) + d2t.long()
     if kept_ids[0] < 0 or kept_ids[-1] >= num_target or not (kept_ids.diff() > 0).all():
         raise ValueError(
-            f"{source}: d2t gives target ids {kept_ids[:3].tolist()} .. {kept_ids[-1]}: expected strictly increasing ids "
-            f"below {num_target}; d2t must hold offsets (target id = i + d2t[i]), not target ids"
+            f"{source}: d2t gives target ids {kept_ids[:3].tolist()} .. {kept_ids[-1]}, expected "
+            f"strictly rising ids below {num_target}: it must hold offsets (target id = i + d2t[i]), not target ids"
         )
     if t2d is not None and not (
         len(t2d) == num_target and int(t2d.sum()) == num_kept and bool(t2d[kept_ids].all())
@@ -78,6 +79,6 @@ def read_kept_ids(
 
 
 def coverage(kept_ids: torch.Tensor, counts: torch.Tensor) -> float:
-    """Share of the counted tokens that the draft vocabulary holds; counts int64 [N], N past the largest counted id."""
+    """Share of the counted tokens that the draft vocabulary holds; counts: int64 [N], occurrences per id."""
     inside = kept_ids[kept_ids < len(counts)]
     return (counts[inside].sum() / counts.sum()).item()
