@@ -106,7 +106,7 @@ def _store_recipes(recipe: str) -> str:
         raise ValueError(f"recipe={recipe}: unknown; known recipes: {', '.join(found)}")
     for stem, text in found.items():
         try:
-            content = OmegaConf.to_container(OmegaConf.create(text))
+            content = cast(dict, OmegaConf.to_container(OmegaConf.create(text)))
         except YAMLError as error:
             raise ValueError(f"recipe={stem}: not YAML: {' '.join(str(error).split())}") from error
         node = {"recipe": stem, **content}
@@ -144,8 +144,8 @@ def _section(cls: type, values: Any, prefix: str) -> Any:
     for name in values:
         if name not in fields:
             key = _first_key(f"{start}{name}", values[name])
-            close = get_close_matches(key, _keys(cls, start), 2)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known here: {', '.join(fields)}"
+            close = get_close_matches(key, _keys(cls, start), 1)
+            hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
             raise ValueError(f"{key}: no such key; {hint}")
     for name, field in fields.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
@@ -161,7 +161,7 @@ def _first_key(key: str, value: Any) -> str:
     return key
 
 
-def _keys(cls: type, start: str) -> list[str]:
+def _keys(cls: Any, start: str) -> list[str]:
     """Full name of every setting of a dataclass and its sections."""
     keys = []
     for name, kind in get_type_hints(cls).items():

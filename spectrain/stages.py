@@ -1,0 +1,243 @@
+"""The road of a run: each stage in order, its result reused when nothing that shaped it has changed.
+
+    R/prepared   R/features   R/checkpoints + metrics.jsonl   R/eval   R/export   R/report.json, report.html
+    R/config.yaml       the settings of the newest invocation, resolved
+    R/provenance.json   one entry per invocation
+    R/stages.json       seconds and budget of each stage
+
+A stage's own fingerprint decides whether its result is reused; this file only says what came out. With
+several processes all capture and train; the rest is the first one's. Knows no stage's work: a stage's imports
+come when it runs.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from omegaconf import OmegaConf
+
+from spectrain import checkpoint, provenance
+from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
+from spectrain.config import ON_REQUEST, STAGES, RunConfig
+from spectrain.data.prepare import Prepared
+from spectrain.target import Target, load_target
+
+log = logging.getLogger(__name__)
+
+EVERY_PROCESS = ("capture", "train")
+OUTPUTS = {
+    "prepare": ("prepared",),
+    "capture": ("features",),
+    "train": ("checkpoints",),
+    "eval": ("eval",),
+    "export": ("export",),
+}
+RECORDS = ("manifest.json", "current.json")  # rewritten even where the result is reused
+
+
+def run(config: RunConfig) -> Path:
+    """Do the stages of `config.stages` in the order of the road; returns the run folder.
+
+    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's.
+    """
+    road = Road(config)
+    if road.process.is_main_process:
+        _open_folder(road)
+    for stage in STAGES + ON_REQUEST:
+        if stage not in config.stages or stage == "capture" and config.train.features == "online":
+            continue
+        if road.process.is_main_process or stage in EVERY_PROCESS:
+            _timed(road, stage)
+        road.process.wait_for_everyone()
+    road.process.destroy_process_group()
+    return road.folder
+
+
+class Road:
+    """What the stages of one run share: folder, processes, the target in one dtype at a time."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.folder = Path(config.run_dir or Path("runs") / config.recipe).expanduser()
+        cpu = config.device == "cpu" or config.device == "auto" and not torch.cuda.is_available()
+        if not cpu and not torch.cuda.is_available():
+            raise ValueError(f"device={config.device!r}: no CUDA device here; expected auto or cpu")
+        # A process that waits for the first one's stage must not give up on it.
+        wait = {"timeout": timedelta(days=7)} if "WORLD_SIZE" in os.environ else {}
+        self.process = PartialState(cpu=cpu, **wait)
+        self._target: Target | None = None
+
+    def target(self, dtype: str) -> Target:
+        """The target in `dtype`; the one of another dtype is let go first."""
+        if self._target is None or str(self._target.dtype) != f"torch.{dtype}":
+            self._target = None
+            device = str(self.process.device)
+            self._target = load_target(replace(self.config.target, dtype=dtype), device=device)
+        return self._target
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        folder = self.folder / "prepared"
+        if not folder.exists():
+            raise ValueError(f"{folder}: not there; run the prepare stage (stages=[prepare,...])")
+        return Prepared.load(folder)
+
+    def new_drafter(self, target: Target) -> Any:
+        """A drafter before its training, the same at every call."""
+        from spectrain.drafters.vocab import choose_kept_ids, coverage
+
+        config, counts = self.config, self.prepared.counts
+        if config.drafter.draft_vocab:
+            kept_ids = choose_kept_ids(
+                counts,
+                config.drafter.draft_vocab,
+                num_tokens=len(target.tokenizer),
+                forced=target.stop_ids(),
+            )
+        else:
+            kept_ids = torch.arange(target.vocab_size)
+        log.info(
+            "draft vocabulary: %d of %d ids, %.2f%% of the supervised tokens",
+            len(kept_ids), target.vocab_size, 100 * coverage(kept_ids, counts),
+        )  # fmt: skip
+        return checkpoint.build_drafter(config.drafter, target, kept_ids, seed=config.train.seed)
+
+    def trained_drafter(self, target: Target) -> Any:
+        return checkpoint.load_drafter(self.folder, target)
+
+
+def prepare(road: Road) -> None:
+    from spectrain.data.prepare import prepare
+
+    target = road.target(road.config.target.dtype)
+    road.prepared = prepare(
+        road.config.corpus, target.tokenizer, road.folder / "prepared", stop_ids=target.stop_ids()
+    )
+
+
+def capture(road: Road) -> None:
+    from spectrain.capture import capture
+
+    target, settings = road.target(road.config.target.dtype), road.config.train
+    capture(
+        target,
+        road.prepared.train,
+        road.new_drafter(target).taps,
+        road.folder / "features",
+        micro_tokens=settings.micro_tokens,
+        max_bad_fraction=settings.max_bad_fraction,
+    )
+
+
+def train(road: Road) -> None:
+    from spectrain.eval.run import decode_held_out
+    from spectrain.features import FeatureStore
+    from spectrain.train import train
+
+    config, target = road.config, road.target(road.config.target.dtype)
+    stored = config.train.features == "stored"
+    store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
+    train(
+        config,
+        target,
+        road.prepared,
+        store,
+        road.new_drafter(target),
+        road.folder,
+        evaluate=lambda drafter: decode_held_out(config, target, drafter),
+    )
+
+
+def evaluate(road: Road) -> None:
+    from spectrain.eval.run import evaluate
+
+    evaluate(road.config, road.target, road.trained_drafter, road.folder / "eval")
+
+
+def export(road: Road) -> None:
+    from spectrain.export import export
+
+    folder, target = road.folder / "export", road.target(road.config.target.dtype)
+    drafter = road.trained_drafter(target)
+    best = checkpoint.best(road.folder)
+    assert best is not None, "trained_drafter raises without a checkpoint"
+    settings = {
+        "checkpoint": hash_file(best / "manifest.json"),
+        "target": target.fingerprint(),
+        "export": asdict(road.config.export),
+    }
+    reuse_or_run(folder, settings, lambda: {"folder": str(export(road.config, target, drafter, folder).name)})
+
+
+def report(road: Road) -> None:
+    from spectrain.eval.report import write_report
+
+    write_report(road.folder)
+
+
+def regenerate(road: Road) -> None:
+    from spectrain.regenerate import regenerate
+
+    regenerate(road.config, road.target(road.config.target.dtype), road.folder / "regenerated.jsonl")
+
+
+WORK: dict[str, Callable[[Road], None]] = {
+    "prepare": prepare,
+    "capture": capture,
+    "train": train,
+    "eval": evaluate,
+    "export": export,
+    "report": report,
+    "regenerate": regenerate,
+}
+
+
+def _open_folder(road: Road) -> None:
+    """Write settings and provenance, and say what is about to happen."""
+    config = road.config
+    write_bytes(road.folder / "config.yaml", OmegaConf.to_yaml(asdict(config)).encode())
+    entry = provenance.append(road.folder)
+    hardware = entry["hardware"]
+    gpus = "".join(f", {gpu['name']}" for gpu in hardware["gpus"])
+    log.info("recipe %s, target %s, results in %s", config.recipe, config.target.path, road.folder)
+    log.info("on %s, %d threads%s", hardware["cpu"], entry["threads"], gpus)
+    if config.note:
+        log.info("%s", config.note)
+    budget = {stage: s for stage, s in config.budget_s.items() if stage in config.stages}
+    if budget:
+        parts = ", ".join(f"{stage} {s:.0f} s" for stage, s in budget.items())
+        log.info("budget: %s; together %.0f min", parts, sum(budget.values()) / 60)
+
+
+def _timed(road: Road, stage: str) -> None:
+    """Do one stage, say how long it took or that its result was reused, and keep that in stages.json."""
+    main = road.process.is_main_process
+    budget = road.config.budget_s.get(stage)
+    words = "" if budget is None else f" (budget {budget:.0f} s)"
+    log.info("-- %s%s", stage, words)
+    before, start = _state(road.folder, stage) if main else {}, time.perf_counter()
+    WORK[stage](road)
+    seconds = time.perf_counter() - start
+    if not main:
+        return
+    reused = bool(before) and before == _state(road.folder, stage)
+    log.info("-- %s %s %.1f s%s", stage, "reused, checked in" if reused else "done in", seconds, words)
+    path = road.folder / "stages.json"
+    stages = read_json(path) if path.exists() else {}
+    if not reused or stage not in stages:
+        stages[stage] = {"seconds": round(seconds, 1), "budget_s": budget}
+    write_json(path, stages | {stage: stages[stage] | {"reused": reused}})
+
+
+def _state(folder: Path, stage: str) -> dict[str, int]:
+    """Time of the last change of every file that a stage made."""
+    files = [f for name in OUTPUTS.get(stage, ()) for f in (folder / name).rglob("*") if f.is_file()]
+    return {str(f): f.stat().st_mtime_ns for f in files if f.name not in RECORDS}

@@ -1,0 +1,117 @@
+"""Words to typed settings: what a recipe means, and the exact line for each kind of mistake."""
+
+import pytest
+
+from spectrain.compose import compose, convert, recipe_names
+from spectrain.config import DecodeRunConfig, RunConfig, TrainConfig
+
+
+def quickstart(*words):
+    return compose(["recipe=quickstart", *words])
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "eagle3_llama"])
+def test_every_recipe_composes_under_its_own_name(name):
+    assert compose([f"recipe={name}"]).recipe == name
+
+
+def test_a_recipe_is_a_diff_over_the_dataclasses():
+    assert quickstart().train.betas == TrainConfig().betas
+
+
+def test_command_line_wins_over_recipe():
+    assert quickstart("train.passes=9").train.passes == 9.0
+
+
+def test_target_is_short_for_its_path_and_takes_any_character():
+    assert quickstart("target=/models/my (new) model, v=2").target.path == "/models/my (new) model, v=2"
+
+
+def test_one_stage_needs_no_brackets():
+    assert quickstart("stages=train").stages == ["train"]
+    assert quickstart("stages=[train,eval]").stages == ["train", "eval"]
+
+
+def test_a_dict_replaces_the_default_and_does_not_add_to_it():
+    assert quickstart("objective.terms={ce: 1}").objective.terms == {"ce": 1.0}
+
+
+def test_drafter_becomes_the_config_of_its_family():
+    config = quickstart("drafter.unroll=3").drafter
+    assert (type(config).__module__, config.unroll) == ("spectrain.drafters.eagle3", 3)
+
+
+def test_one_entry_of_a_list_can_be_changed():
+    assert quickstart("eval.runs.0.dtype=float32").eval.runs[0].dtype == "float32"
+
+
+def test_a_recipe_may_be_a_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrain: {passes: 3}\n")
+    config = compose([f"recipe={tmp_path}/mine.yaml"])
+    assert (config.recipe, config.train.passes, len(config.eval.runs)) == ("mine", 3.0, 3)
+
+
+def test_a_recipe_that_is_not_yaml_is_named(tmp_path):
+    (tmp_path / "bad.yaml").write_text("train: {passes: [3}\n")
+    with pytest.raises(ValueError, match="^recipe=bad: not YAML: .*line 1"):
+        compose([f"recipe={tmp_path}/bad.yaml"])
+
+
+KNOWN = "eagle3_llama, eagle3_smollm2, quickstart"
+KEYS = ", ".join(RunConfig.__annotations__)
+STAGE_NAMES = "prepare, capture, train, eval, export, report, regenerate"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], f"recipe=NAME is missing; known recipes: {KNOWN}"),
+        (["recipe=quick"], f"recipe=quick: unknown; known recipes: {KNOWN}"),
+        (["recipe=no/such.yaml"], f"recipe=no/such.yaml: no such file; known recipes: {KNOWN}"),
+        (["recipe=eagle3_llama"], "corpus.path: recipe eagle3_llama needs it: corpus.path=VALUE"),
+        (["recipe=quickstart", "fast"], "'fast': expected key=value (python -m spectrain --help)"),
+        (
+            ["recipe=quickstart", "train.learningrate=1"],
+            "train.learningrate: no such key; did you mean train.learning_rate?",
+        ),
+        (["recipe=quickstart", "zzz=1"], f"zzz: no such key; known here: {KEYS}"),
+        (["recipe=quickstart", "train.max_steps=ten"], "train.max_steps='ten': expected int"),
+        (["recipe=quickstart", "train.max_steps=1.5"], "train.max_steps=1.5: expected int"),
+        (["recipe=quickstart", "train.seed=null"], "train.seed=None: expected int"),
+        (["recipe=quickstart", "corpus.strict=1"], "corpus.strict=1: expected bool"),
+        (["recipe=quickstart", "train=3"], "train=3: expected keys below it, such as train.passes"),
+        (["recipe=quickstart", "train.betas=[a]"], "train.betas[0]='a': expected float"),
+        (["recipe=quickstart", "eval.runs=[{dtype: float32}]"], "eval.runs[0].name: missing"),
+        (
+            ["recipe=quickstart", "eval.runs=[{name: a, lenght: 3}]"],
+            "eval.runs[0].lenght: no such key; did you mean eval.runs[0].length?",
+        ),
+        (["recipe=quickstart", "stages=trian"], f"stages='trian': expected one of {STAGE_NAMES}"),
+        (["recipe=quickstart", "drafter=eagle9"], "drafter='eagle9': expected one of eagle3"),
+        (
+            ["recipe=quickstart", "drafter.unrol=3"],
+            "drafter.unrol: no such key; did you mean drafter.unroll?",
+        ),
+        (["recipe=quickstart", "target.dtype=fp8"], "target.dtype='fp8': expected one of float32, bfloat16"),
+        (["recipe=quickstart", "train.passes=-1"], "train.passes=-1.0: expected at least 0.0"),
+        (
+            ["recipe=quickstart", "eval.runs=[]"],
+            "eval.runs=[]: expected at least one run; the first is the headline of the report",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
+    with pytest.raises(ValueError) as error:
+        compose(words)
+    assert str(error.value) == message
+
+
+def test_a_tree_with_the_rejection_law_is_refused():
+    with pytest.raises(ValueError, match="^eval.runs.t.law=rejection: a tree needs law target_only$"):
+        DecodeRunConfig(name="t", proposal="tree")
+
+
+def test_whole_numbers_serve_as_floats_but_truth_values_do_not():
+    assert convert(float, 3, "x") == 3.0
+    with pytest.raises(ValueError, match="^x=True: expected float$"):
+        convert(float, True, "x")
