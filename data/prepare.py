@@ -188,7 +188,7 @@ class _Split:
             "ids": ids,
             "span_ids": span_ids.short(),
             "offsets": torch.tensor([0, *(len(sample.ids) for sample in self.waiting)]).cumsum(0),
-            "sample_ids": torch.tensor(list(names.encode()), dtype=torch.uint8),
+            "sample_ids": torch.frombuffer(bytearray(names.encode()), dtype=torch.uint8),
         }
         name = f"{self.name}-{len(self.files):05d}.safetensors"
         self.files[name] = artifacts.write_tensors(place / name, tensors)

@@ -69,7 +69,7 @@ def read_kept_ids(
     if kept_ids[0] < 0 or kept_ids[-1] >= num_target or not (kept_ids.diff() > 0).all():
         raise ValueError(
             f"{source}: d2t gives target ids {kept_ids[:3].tolist()} .. {kept_ids[-1]}, expected "
-            f"strictly rising ids below {num_target}: it must hold offsets (target id = i + d2t[i]), not target ids"
+            f"strictly rising ids below {num_target}; it must hold offsets (id = i + d2t[i]), not target ids"
         )
     if t2d is not None and not (
         len(t2d) == num_target and int(t2d.sum()) == num_kept and bool(t2d[kept_ids].all())
