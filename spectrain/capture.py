@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState  # type: ignore[import-untyped]
-from accelerate.utils import gather_object  # type: ignore[import-untyped]
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from spectrain.artifacts import MANIFEST, fingerprint, read_json, write_json
 from spectrain.config import TrainConfig

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import (  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.utils import (
     DistributedType,
     broadcast,
     broadcast_object_list,
     gather_object,
 )
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from spectrain import checkpoint
 from spectrain.artifacts import fingerprint

@@ -1,0 +1,87 @@
+"""Learning rates as closed forms; float32 masters that move."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from spectrain.config import TrainConfig
+from spectrain.optim import (
+    build_optimizer,
+    learning_rate,
+    load_optimizer,
+    optimizer_tensors,
+    set_learning_rate,
+)
+
+
+@pytest.mark.case("O-T07")
+def test_the_linear_schedule_is_a_function_of_the_step_alone():
+    config = TrainConfig(learning_rate=1e-3, warmup_ratio=0.1, schedule="linear")
+    assert learning_rate(500, 1000, config) == pytest.approx(5.55556e-4, rel=1e-5)
+    assert learning_rate(501, 1000, config) == pytest.approx(5.54444e-4, rel=1e-5)
+
+
+def test_a_linear_schedule_rises_over_the_warm_up_then_falls():
+    config = TrainConfig(learning_rate=1.0, warmup_ratio=2 / 6, schedule="linear")
+    assert [learning_rate(step, 6, config) for step in range(6)] == [1 / 2, 1, 1, 3 / 4, 1 / 2, 1 / 4]
+
+
+def test_a_cosine_passes_its_middle_at_the_mean_of_both_ends():
+    config = TrainConfig(learning_rate=2.0, warmup_ratio=0.0, min_ratio=0.1)
+    rates = [learning_rate(step, 8, config) for step in range(8)]
+    assert rates[0] == 2.0
+    assert rates[4] == pytest.approx(1.1)
+    assert rates[6] == pytest.approx(2 * (0.1 + 0.9 * (1 + math.cos(math.pi * 6 / 8)) / 2))
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="train.schedule='step': expected one of cosine, linear"):
+        TrainConfig(schedule="step")
+
+
+def test_weight_decay_touches_matrices_only():
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    optimizer = build_optimizer(module, TrainConfig(weight_decay=0.5))
+    assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.5), (3, 0.0)]
+
+
+def test_parameters_of_lower_precision_are_refused_by_name():
+    with pytest.raises(ValueError, match="drafter parameter weight is torch.bfloat16"):
+        build_optimizer(nn.Linear(2, 2).bfloat16(), TrainConfig())
+
+
+def constant_gradient_steps(module, optimizer, steps, rate=1e-3):
+    for _ in range(steps):
+        module.weight.grad = torch.full_like(module.weight, 0.01)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+
+
+@pytest.mark.case("O-T05")
+@pytest.mark.parametrize("stop", [None, 50])
+def test_a_weight_of_one_moves_by_the_learning_rate_also_across_a_reload(stop):
+    module = nn.LayerNorm(1, bias=False)
+    optimizer = build_optimizer(module, TrainConfig(betas=[0.9, 0.999]))
+    constant_gradient_steps(module, optimizer, stop or 100)
+    if stop:
+        saved = {name: tensor.clone() for name, tensor in optimizer_tensors(module, optimizer).items()}
+        weight = module.weight.detach().clone()
+        module = nn.LayerNorm(1, bias=False)
+        module.load_state_dict({"weight": weight})
+        optimizer = build_optimizer(module, TrainConfig(betas=[0.9, 0.999]))
+        load_optimizer(module, optimizer, saved)
+        constant_gradient_steps(module, optimizer, 100 - stop)
+    assert module.weight.item() == pytest.approx(0.9, abs=1e-4)
+
+
+def test_optimizer_state_of_an_unknown_parameter_is_named():
+    module = nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError, match="optimizer state other.weight/exp_avg: .* no parameter 'other.weight'"
+    ):
+        load_optimizer(
+            module, build_optimizer(module, TrainConfig()), {"other.weight/exp_avg": torch.zeros(1)}
+        )
