@@ -57,35 +57,39 @@ class KVCache:
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> "CacheLayout":
         """Layout of `counts[i]` new tokens of each request, one after the other behind its text and pending
         chain."""
-        parents = []
+        flat: list[int] = []
+        parents: list[int] = []
         for request, count in zip(requests, counts, strict=True):
             tip = len(self.pending[request]) - 1
-            parents.append(range(tip, tip + count))
-        return self.grow(requests, parents)
+            flat += [request] * count
+            parents += range(tip, tip + count)
+        return self.grow(flat, parents)
 
-    def grow(self, requests: Sequence[int], parents: Sequence[Sequence[int]]) -> "CacheLayout":
-        """Layout of new nodes: parents[i] are those of request requests[i], -1 or the number of an earlier
-        uncommitted node.
+    def grow(self, requests_T: Sequence[int], parents_T: Sequence[int]) -> "CacheLayout":
+        """Layout of T new nodes, those of one request next to each other.
 
+        parents_T: -1 (the text so far) or the number of an earlier uncommitted node of the same request.
         Raises ValueError where a request has no room left.
         """
         slots: list[int] = []
         positions: list[int] = []
-        for request, new in zip(requests, parents, strict=True):
-            committed, pending, depths = self.committed[request], self.pending[request], self._depths[request]
-            base = committed + len(pending)
-            if base + len(new) > self.capacity:
-                raise ValueError(
-                    f"request {request} needs {base + len(new)} cache slots, expected at most {self.capacity}"
-                )
-            for parent in new:
-                assert -1 <= parent < len(pending), f"node {len(pending)} has parent {parent}"
-                self._is_chain[request] &= parent == len(pending) - 1
-                pending.append(parent)
-                depths.append(depths[parent] + 1 if parent >= 0 else 0)
-                positions.append(committed + depths[-1])
-            slots.extend(range(request * self.capacity + base, request * self.capacity + base + len(new)))
-        return CacheLayout(self, requests, [len(new) for new in parents], slots, positions)
+        runs: list[list[int]] = []  # request, number of nodes
+        for request, parent in zip(requests_T, parents_T, strict=True):
+            pending, depths = self.pending[request], self._depths[request]
+            assert -1 <= parent < len(pending), f"node {len(pending)} has parent {parent}"
+            self._is_chain[request] &= parent == len(pending) - 1
+            slots.append(self.committed[request] + len(pending))
+            if slots[-1] >= self.capacity:
+                raise ValueError(f"request {request}: its cache of {self.capacity} slots is full")
+            pending.append(parent)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            positions.append(self.committed[request] + depths[-1])
+            slots[-1] += request * self.capacity
+            if runs and runs[-1][0] == request:
+                runs[-1][1] += 1
+            else:
+                runs.append([request, 1])
+        return CacheLayout(self, runs, slots, positions)
 
     def commit(self, request: int, path: Sequence[int]) -> None:
         """Keep the uncommitted nodes of `path` (root's child first) as text and forget the others; () forgets
@@ -140,27 +144,27 @@ class CacheLayout:
     layers.
     """
 
-    def __init__(self, cache: KVCache, requests, counts, slots: list[int], positions: list[int]):
+    def __init__(self, cache: KVCache, runs: list[list[int]], slots: list[int], positions: list[int]):
         self.cache = cache
         self.positions = torch.tensor(positions)
         self._slots = torch.tensor(slots)
         one_run = slots[-1] - slots[0] == len(slots) - 1
         self._run = slice(slots[0], slots[-1] + 1) if one_run else None
         self._positions = positions
-        self._groups = self._grouped(requests, counts)
+        self._groups = self._grouped(runs)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
-    def _grouped(self, requests, counts) -> list[_Group]:
+    def _grouped(self, runs: list[list[int]]) -> list[_Group]:
         cache, start = self.cache, 0
         groups: list[_Group] = []
-        for request, new in zip(requests, counts, strict=True):
+        for request, new in runs:
             keys = cache.committed[request] + len(cache.pending[request])
             simple = cache._is_chain[request]
             last = groups[-1] if groups else None
             prompts = new == keys or (last is not None and last.new == last.keys)
             if last and request == last.first + last.size and new == last.new and not prompts:
                 groups[-1] = _Group(last.first, last.size + 1, new, last.start, max(last.keys, keys), False)
-            elif new:
+            else:
                 groups.append(_Group(request, 1, new, start, keys, simple))
             start += new
         return groups

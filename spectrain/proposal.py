@@ -30,12 +30,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k` children each."""
+    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k` children each.
+
+    ranked: ids per row that `Proposal.ranked` should hold; 0: it is not needed.
+    """
 
     shape: str  # "chain" or "tree"
     length: int
     nodes: int = 0
     top_k: int = 0
+    ranked: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Verdict:
 
 class Sampler(Protocol):
     """The one function from logits to laws, and the counter-based random streams (see decode/sampling.py)."""
+
+    def best(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        """Ids [M] of the largest logit of each row, the lowest id among ties: the draft of a greedy chain."""
 
     def draft_law(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """q, float32 [M, V], from the drafter's logits over the target vocabulary."""

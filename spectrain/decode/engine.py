@@ -22,6 +22,7 @@ from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
+RANKED = 64  # ids per place that the orders record
 PREFILL_TOKENS = 4096  # most prompt tokens in one call: bounds a prefill's memory, not its speed
 
 
@@ -236,7 +237,8 @@ class _Engine:
         found = dict.fromkeys(active, EMPTY)
         rooms = {place: self.places[place].room for place in active if self.places[place].room > 0}
         if rooms:
-            plan = replace(plan, length=min(plan.length, max(rooms.values())))
+            ranked = RANKED if self.record_orders else 0
+            plan = replace(plan, length=min(plan.length, max(rooms.values())), ranked=ranked)
             proposals = self.drafting.propose(list(rooms), plan, self.streams)
             for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
                 found[place] = clamp(proposal, room)
@@ -252,17 +254,20 @@ class _Engine:
         Returns an observation for each request that goes on.
         """
         device = self.target.device
-        parents, roots, starts, bases = [], [], [], []
+        roots, starts, bases = [], [], []
+        requests: list[int] = []
+        parents: list[int] = []
         flat: list[int] = []
         judged: list[int] = []
         for place, text, proposal in zip(places, texts, proposals, strict=True):
-            parents.append([*range(-1, len(text) - 1), *(len(text) + parent for parent in proposal.parents)])
+            requests += [place] * (len(text) + len(proposal.parents))
+            parents += [*range(-1, len(text) - 1), *(len(text) + parent for parent in proposal.parents)]
             roots.append(self.cache.committed[place] + len(text) - 1)
             starts.append(len(flat))
             flat += [*text, *proposal.tokens.tolist()]
             bases.append(len(judged))
             judged += range(starts[-1] + len(text) - 1, len(flat))
-        layout = self.cache.grow(places, parents)
+        layout = self.cache.grow(requests, parents)
         ids = torch.tensor(flat, device=device)
         states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
         logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])

@@ -130,6 +130,9 @@ class Streams:
         counter = struct.pack("<5q", self.sampling.seed, self.keys[request], root_position, slot, purpose)
         return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
+    def best(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        return argmax(logits_MV)
+
     def draft_law(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self.sampling.draft_law(logits_MV)
 

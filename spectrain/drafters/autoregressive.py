@@ -1,0 +1,179 @@
+"""Grow a proposal token after token: a chain, or a dynamic tree (EAGLE-2, Li et al. 2024, section 4).
+
+For any drafter that gives logits at the root and can step from any node. A chain is drawn from the draft law
+q, or chosen by arg-max where sampling is greedy. A tree is always chosen, never drawn: at each level the
+`top_k` likeliest candidates are expanded with `top_k` children each, then the `nodes` likeliest of all
+candidates are kept. The likelihood of a node is the sum of log q at temperature 1 along its path, in float32;
+ties go to the shallower node, then to the lower id, so that a kept node's parent is always kept. Knows no
+network and no verification.
+
+Root with log q(a) = -0.1, log q(b) = -3; a's children c -0.2, d -2. With top_k 2, length 2, nodes 3 the tree
+is a, d, c less b: the sums are a -0.1, c -0.3, d -2.1, b -3.
+
+Legend: R requests, M nodes of one step, W ids that the drafter knows, V target vocabulary, F expanded nodes
+of a level.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from spectrain.proposal import Plan, Proposal, Sampler
+
+
+class Stepper(Protocol):
+    """What a family gives: logits at roots and a step from known nodes.
+
+    kept_ids: int64 [W], the target ids of the logits' columns, ascending; vocab_size: V.
+    """
+
+    kept_ids: torch.Tensor
+    vocab_size: int
+
+    def root_positions(self, requests: Sequence[int]) -> list[int]:
+        """Position n of the newest committed token x_n of each request."""
+
+    def root_logits(self, requests: Sequence[int]) -> torch.Tensor:
+        """Logits [R, W] of the token after each root."""
+
+    def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Run M new nodes and return the logits [M, W] of the token after each.
+
+        The nodes of one request are neighbours. parents: -1 for a child of the root, else the number of an
+        earlier node of that request in order of arrival. tokens: int64 [M], target ids.
+        """
+
+
+def grow(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+    """One proposal per request by `plan`; the network runs plan.length - 1 steps."""
+    return (_chains if plan.shape == "chain" else _trees)(stepper, requests, plan, sampler)
+
+
+def _chains(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+    roots = [] if sampler.greedy else stepper.root_positions(requests)
+    logits = stepper.root_logits(requests)
+    tokens: list[list[int]] = []
+    laws, ranked = [], []
+    for slot in range(plan.length):
+        if slot:
+            newest = torch.tensor(tokens[-1], device=logits.device)
+            logits = stepper.step(requests, [slot - 2] * len(requests), newest)
+        if plan.ranked:
+            ranked.append(_likeliest(stepper, logits, plan.ranked)[0])
+        if sampler.greedy:
+            tokens.append(stepper.kept_ids[sampler.best(logits)].tolist())
+        else:
+            laws.append(sampler.draft_law(_scattered(stepper, logits)))
+            slots = [slot] * len(requests)
+            tokens.append(sampler.draw(laws[-1], requests=requests, root_positions=roots, slots=slots))
+    tokens_RN = torch.tensor(tokens).T
+    q_RNV = torch.stack(laws, 1) if laws else None
+    if plan.ranked:
+        ranked.append(np.full_like(ranked[0], -1))
+        ranked_RNM = torch.from_numpy(np.stack(ranked, 1))
+    return [
+        Proposal(
+            tokens=tokens_RN[r],
+            parents=tuple(range(-1, plan.length - 1)),
+            q=None if q_RNV is None else q_RNV[r],
+            ranked=ranked_RNM[r] if plan.ranked else None,
+        )
+        for r in range(len(requests))
+    ]
+
+
+@dataclass
+class _Pool:
+    """All candidates of R trees, level after level; [R, C] each.
+
+    score: log-likelihood of the path; parent: number of the parent in the pool, -1 for the root; arrival:
+    number of the candidate among the expanded nodes of its tree, -1 if it was not expanded.
+    """
+
+    token: np.ndarray
+    score: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+    arrival: np.ndarray
+
+    def extend(self, token: np.ndarray, score: np.ndarray, parent: np.ndarray, depth: int) -> None:
+        self.token = np.concatenate((self.token, token), 1)
+        self.score = np.concatenate((self.score, score), 1)
+        self.parent = np.concatenate((self.parent, parent), 1)
+        self.depth = np.concatenate((self.depth, np.full_like(token, depth)), 1)
+        self.arrival = np.concatenate((self.arrival, np.full_like(token, -1)), 1)
+
+    def best(self, begin: int, count: int) -> np.ndarray:
+        """Numbers [R, F] of the likeliest `count` candidates from `begin` on; ties: shallower, then lower
+        id."""
+        keys = (self.token[:, begin:], self.depth[:, begin:], -self.score[:, begin:])
+        return begin + np.lexsort(keys, axis=-1)[:, :count]
+
+
+def _trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+    R, K = len(requests), min(plan.top_k, len(stepper.kept_ids))
+    none = np.empty((R, 0), np.int64)
+    pool = _Pool(none, none.astype(np.float32), none, none, none)
+    logits = stepper.root_logits(requests)
+    ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
+    ranked = [ids[:, None]]
+    pool.extend(ids[:, :K], logq[:, :K], np.full((R, K), -1), 1)
+    begin, arrivals = 0, 0
+    for depth in range(2, plan.length + 1):
+        expanded = pool.best(begin, K)
+        F = expanded.shape[1]
+        parents = np.take_along_axis(pool.parent, expanded, 1)
+        # A root's child has parent -1; index -1 then reads some arrival, which `where` drops.
+        parents = np.where(parents < 0, -1, np.take_along_axis(pool.arrival, parents, 1))
+        np.put_along_axis(pool.arrival, expanded, arrivals + np.arange(F)[None], 1)
+        arrivals += F
+        tokens = torch.from_numpy(np.take_along_axis(pool.token, expanded, 1).ravel())
+        flat = [request for request in requests for _ in range(F)]
+        logits = stepper.step(flat, parents.ravel().tolist(), tokens.to(logits.device))
+        ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
+        ranked.append(ids.reshape(R, F, -1))
+        scores = np.take_along_axis(pool.score, expanded, 1)[..., None] + logq.reshape(R, F, -1)[..., :K]
+        begin = pool.token.shape[1]
+        children, parents = ranked[-1][..., :K].reshape(R, -1), np.repeat(expanded, K, 1)
+        pool.extend(children, scores.reshape(R, -1), parents, depth)
+    kept = np.sort(pool.best(0, plan.nodes), 1)
+    rows = np.concatenate(ranked, 1)[..., : plan.ranked]
+    return [_proposal(pool, r, kept[r], rows[r] if plan.ranked else None) for r in range(R)]
+
+
+def _proposal(pool: _Pool, r: int, kept: np.ndarray, ranked: np.ndarray | None) -> Proposal:
+    """Tree r of the pool with the candidates `kept`. ranked [1 + arrivals, M]: the root's row, then the
+    expanded nodes'."""
+    number = {-1: -1, **{int(candidate): node for node, candidate in enumerate(kept)}}
+    if ranked is not None:
+        arrival = pool.arrival[r, kept]
+        unknown = np.full_like(ranked[:1], -1)
+        ranked = np.concatenate((ranked, unknown))[[0, *np.where(arrival < 0, -1, arrival + 1)]]
+    return Proposal(
+        tokens=torch.from_numpy(pool.token[r, kept]),
+        parents=tuple(number[parent] for parent in pool.parent[r, kept].tolist()),
+        ranked=None if ranked is None else torch.from_numpy(ranked),
+    )
+
+
+def _likeliest(stepper: Stepper, logits_MW: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` likeliest target ids of each row, [M, count], and their log-probability in float32, never
+    above 0."""
+    scores = logits_MW.float()
+    top = scores.topk(min(count, scores.shape[1]), -1)
+    logq = (top.values - scores.logsumexp(-1, keepdim=True)).clamp_(max=0)
+    if logq.isnan().any():
+        raise ValueError("the drafter's logits are not finite: NaN, inf, or nothing but -inf in a row")
+    return stepper.kept_ids[top.indices].cpu().numpy(), logq.cpu().numpy()
+
+
+def _scattered(stepper: Stepper, logits_MW: torch.Tensor) -> torch.Tensor:
+    """The logits over the target vocabulary, -inf outside the kept ids."""
+    M, W = logits_MW.shape
+    if stepper.vocab_size == W:
+        return logits_MW
+    scattered = logits_MW.new_full((M, stepper.vocab_size), float("-inf"))
+    return scattered.index_copy_(1, stepper.kept_ids, logits_MW)
