@@ -213,8 +213,8 @@ def _open_folder(road: Road) -> None:
         log.info("%s", config.note)
     budget = {stage: s for stage, s in config.budget_s.items() if stage in config.stages}
     if budget:
-        parts = ", ".join(f"{stage} {s:.0f} s" for stage, s in budget.items())
-        log.info("budget: %s; together %.0f min", parts, sum(budget.values()) / 60)
+        parts = " + ".join(f"{stage} {s:.0f}" for stage, s in budget.items())
+        log.info("budget: %s = %.0f s", parts, sum(budget.values()))
 
 
 def _timed(road: Road, stage: str) -> None:
