@@ -13,7 +13,7 @@ A finished folder holds
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,12 +187,22 @@ class _Recorder:
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
 
-    def draft_law(self, logits_MV: torch.Tensor, request: int) -> torch.Tensor:
+    def best(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        return logits_MV.argmax(-1)
+
+    def draft_law(self, logits_MV: torch.Tensor) -> torch.Tensor:
         self.logits.append(logits_MV.float().cpu())
         return torch.softmax(logits_MV.float(), -1)
 
-    def draw(self, law_V: torch.Tensor, *, request: int, root_position: int, slot: int) -> int:
-        return int(law_V.argmax())
+    def draw(
+        self,
+        law_MV: torch.Tensor,
+        *,
+        requests: Sequence[int],
+        root_positions: Sequence[int],
+        slots: Sequence[int],
+    ) -> list[int]:
+        return self.best(law_MV).tolist()
 
 
 @torch.no_grad()
