@@ -58,7 +58,8 @@ def compose(words: list[str]) -> RunConfig:
         with initialize_config_module("spectrain.conf", version_base="1.3"):
             values = hydra_compose("config", overrides=[f"recipe={name}", *groups])
         OmegaConf.set_struct(values, False)
-        for override in OverridesParser.create().parse_overrides([f"{k}={v}" for k, v in pairs.items()]):
+        words = [f"{key}={_quoted(key, value)}" for key, value in pairs.items()]
+        for override in OverridesParser.create().parse_overrides(words):
             OmegaConf.update(values, override.key_or_group, override.value(), merge=False, force_add=True)
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -87,9 +88,14 @@ def _split(word: str) -> tuple[str, str]:
         key = "target.path"
     if key == "stages" and not value.startswith("["):
         value = f"[{value}]"
-    if key.endswith(("path", "run_dir", "prompts")) and not value.startswith(("'", '"')):
-        value = "'" + value.replace("'", "\\'") + "'"  # a path may hold characters of Hydra's grammar
     return key, value
+
+
+def _quoted(key: str, value: str) -> str:
+    """The value for Hydra's parser: a text, such as a path, may hold characters of its grammar."""
+    if _settings(RunConfig, "").get(key) is str and not value.startswith(("'", '"')):
+        return "'" + value.replace("'", "\\'") + "'"
+    return value
 
 
 def _store_recipes(recipe: str) -> str:
@@ -144,7 +150,7 @@ def _section(cls: type, values: Any, prefix: str) -> Any:
     for name in values:
         if name not in fields:
             key = _first_key(f"{start}{name}", values[name])
-            close = get_close_matches(key, _keys(cls, start), 1)
+            close = get_close_matches(key, _settings(cls, start), 1)
             hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
             raise ValueError(f"{key}: no such key; {hint}")
     for name, field in fields.items():
@@ -161,9 +167,10 @@ def _first_key(key: str, value: Any) -> str:
     return key
 
 
-def _keys(cls: Any, start: str) -> list[str]:
-    """Full name of every setting of a dataclass and its sections."""
-    keys = []
+def _settings(cls: Any, start: str) -> dict[str, Any]:
+    """Full name and type of every setting of a dataclass and its sections."""
+    found: dict[str, Any] = {}
     for name, kind in get_type_hints(cls).items():
-        keys += _keys(kind, f"{start}{name}.") if dataclasses.is_dataclass(kind) else [f"{start}{name}"]
-    return keys
+        is_section = dataclasses.is_dataclass(kind)
+        found |= _settings(kind, f"{start}{name}.") if is_section else {f"{start}{name}": kind}
+    return found
