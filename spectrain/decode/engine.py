@@ -43,9 +43,9 @@ def generate(
     """Decode every prompt, `batch_size` at a time; plain decoding without a drafter.
 
     request_keys: a stable number per prompt for its random numbers, by default its index. The texts come in
-    the order of the prompts. A Timing covers the time from one empty batch to the next: one per prompt at
-    batch_size 1, else one in all. Raises ValueError for settings that do not fit together, an empty prompt,
-    one that fills the target's context, and logits that are not finite.
+    the order of the prompts. A Timing reaches from one empty batch to the next; at batch_size 1 that is one
+    per prompt. Raises ValueError for settings that do not fit together, an empty prompt, one that fills the
+    target's context, and logits that are not finite.
     """
     keys = list(range(len(prompts)) if request_keys is None else request_keys)
     choose("law", law, LAWS)
