@@ -49,7 +49,16 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> torch.optim.Adam
     ]
     first, second = config.betas
     kept = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
+    optimizer = torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
+    for (
+        parameter
+    ) in parameters.values():  # as its first step would, so that the state is whole from the start
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -58,25 +67,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as "parameter name/exp_avg", "/exp_avg_sq", "/step"; parameters not stepped yet
-    are absent."""
-    state = optimizer.state
+    """The optimizer's state as "parameter name/exp_avg", "/exp_avg_sq" and "/step"."""
     return {
         f"{name}/{key}": value
         for name, parameter in trainable(drafter).items()
-        if parameter in state
-        for key, value in state[parameter].items()
+        for key, value in optimizer.state[parameter].items()
     }
 
 
+@torch.no_grad()
 def load_optimizer(
     drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Put tensors of `optimizer_tensors` back; raises ValueError naming one that belongs to no parameter."""
-    parameters = trainable(drafter)
-    optimizer.state.clear()
-    for full_name, value in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        if name not in parameters:
-            raise ValueError(f"optimizer state {full_name}: the drafter has no parameter {name!r}")
-        optimizer.state[parameters[name]][key] = value.to(parameters[name].device, copy=True)
+    """Put tensors of `optimizer_tensors` back; raises ValueError naming one that is missing, unknown or
+    misshapen."""
+    state = optimizer_tensors(drafter, optimizer)
+    for name in sorted(state.keys() | tensors.keys()):
+        if name not in tensors or name not in state:
+            raise ValueError(f"optimizer state {name}: {'unknown' if name in tensors else 'missing'}")
+        if tensors[name].shape != state[name].shape:
+            found = list(tensors[name].shape)
+            raise ValueError(f"optimizer state {name}: shape {found}: expected {list(state[name].shape)}")
+        state[name].copy_(tensors[name])

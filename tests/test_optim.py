@@ -77,11 +77,18 @@ def test_a_weight_of_one_moves_by_the_learning_rate_also_across_a_reload(stop):
     assert module.weight.item() == pytest.approx(0.9, abs=1e-4)
 
 
-def test_optimizer_state_of_an_unknown_parameter_is_named():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(other=torch.zeros(1)), "optimizer state other: unknown"),
+        (lambda state: state.pop("bias/exp_avg"), "optimizer state bias/exp_avg: missing"),
+        (lambda state: state.update({"bias/step": torch.zeros(3)}), r"bias/step: shape \[3\]: expected \[\]"),
+    ],
+)
+def test_optimizer_state_of_another_drafter_is_named(change, message):
     module = nn.Linear(2, 2)
-    with pytest.raises(
-        ValueError, match="optimizer state other.weight/exp_avg: .* no parameter 'other.weight'"
-    ):
-        load_optimizer(
-            module, build_optimizer(module, TrainConfig()), {"other.weight/exp_avg": torch.zeros(1)}
-        )
+    optimizer = build_optimizer(module, TrainConfig())
+    state = dict(optimizer_tensors(module, optimizer))
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        load_optimizer(module, optimizer, state)
