@@ -8,7 +8,9 @@
 
 Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never stored for more than
 a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot by slot inside a chunk of target rows.
-Only a gradient scale per row enters the large matrices; row weights are applied to the narrow sides of the products.
+What can be done on the narrow sides of the products is done there: with c = sum_v (p_v / P) W_v, one row per target row,
+    sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
+so that kl alone needs no pass over rows x vocabulary besides softmax and alpha.
 Reductions are float32. Knows no family. Sources: Leviathan et al. 2023 (alpha), LK losses as in reference drafters' repositories.
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
@@ -18,7 +20,8 @@ from dataclasses import dataclass
 import torch
 
 TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
-SMALLEST_ALPHA = 1e-8
+SMALLEST_ALPHA = 1e-8  # keeps 1 / alpha of lk_alpha finite
+SMALLEST = 1e-30  # of a probability under a logarithm
 
 
 @dataclass(frozen=True)
@@ -104,36 +107,27 @@ class _LinearDivergence(torch.autograd.Function):
         plan, teacher, weights, labels, top1, decay, stats = args
         dz = torch.empty_like(z_RD)
         dhead = torch.zeros_like(head_WD) if ctx.needs_input_grad[1] else None
-        rows = max(slots[-1][2] - slots[0][1] for _, _, slots in plan.blocks if slots)
-        height = max(last - first for first, last, _ in plan.blocks)
-        x_buffer = z_RD.new_empty(rows, len(head_WD))
-        p_buffer = z_RD.new_empty(height, len(head_WD))
-        most = max(stop - start for _, _, slots in plan.blocks for _, start, stop in slots)
-        scratch = z_RD.new_empty(most, len(head_WD))
-        for first, last, slots in plan.blocks:
-            if not slots:
-                continue
-            p = teacher.logits(first, last, p_buffer[: last - first])
-            mass = p.exp_().sum(-1)
-            begin, end = slots[0][1], slots[-1][2]
-            z = z_RD[begin:end]
-            x_all = torch.mm(z, head_WD.t(), out=x_buffer[: end - begin])
-            for _, start, stop in slots:
-                local = plan.local[start:stop] - first
-                whole = len(local) == last - first and bool((local == torch.arange(len(local), device=local.device)).all())
-                part = {term: w[start:stop] for term, w in weights.items()}
-                chunk = _Chunk(
-                    x=x_all[start - begin : stop - begin],
-                    p=p if whole else torch.index_select(p, 0, local, out=scratch[: stop - start]),
-                    mass=mass[local],
-                    label=None if labels is None else labels[start:stop],
-                    top1=None if top1 is None else top1[first:last][local],
-                )
-                stats["loss"][start:stop] = chunk.run(part, decay)
-                stats["alpha"][start:stop], stats["agree"][start:stop] = chunk.alpha, chunk.agree
-            torch.mm(x_all, head_WD, out=dz[begin:end])
-            if dhead is not None:
-                dhead.addmm_(x_all.t(), z)
+        blocks = [block for block in plan.blocks if block[2]]
+        rows = max(slots[-1][2] - slots[0][1] for _, _, slots in blocks)
+        height = max(last - first for first, last, _ in blocks)
+        most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
+        buffers = [z_RD.new_empty(n, len(head_WD)) for n in (rows, height, most, most)]
+        for first, last, slots in blocks:
+            here = slice(slots[0][1], slots[-1][2])
+            chunk = _Chunk(
+                z=z_RD[here],
+                head=head_WD,
+                teacher=_TeacherRows(teacher, first, last, head_WD, buffers[1]),
+                local=plan.local[here] - first,
+                slots=tuple((start - here.start, stop - here.start) for _, start, stop in slots),
+                weights={term: w[here] for term, w in weights.items()},
+                label=None if labels is None else labels[here],
+                buffers=buffers,
+            )
+            best = chunk.softmax()
+            stats["agree"][here] = 0.0 if top1 is None else (best == top1[first:last][chunk.local]).float()
+            stats["alpha"][here] = chunk.alpha = chunk.overlap()
+            stats["loss"][here] = chunk.loss_and_gradient(decay, dz[here], dhead)
         ctx.save_for_backward(dz, dhead)
         return stats["loss"].sum()
 
@@ -143,88 +137,130 @@ class _LinearDivergence(torch.autograd.Function):
         return dz * grad, None if dhead is None else dhead * grad, None
 
 
+class _TeacherRows:
+    """The target's law on the n target rows of a chunk: p [n, W], mass P [n], mean head row c [n, D],
+    negative entropy sum p/P log p/P [n]."""
+
+    def __init__(self, teacher: Teacher, first: int, last: int, head_WD: torch.Tensor, buffer: torch.Tensor):
+        log_p = teacher.logits(first, last, buffer[: last - first])
+        p = log_p.exp()
+        self.mass = p.sum(-1)
+        self.p = p
+        self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
+        self.mean_row = (p @ head_WD).div_(self.mass[:, None])
+
+
 @dataclass
 class _Chunk:
-    """Rows of one slot over one chunk: x [m, W] logits in, d(weighted loss)/dx out; p [m, W], mass [m] = P."""
+    """All rows of one chunk. z [m, D]; local [m] target row of each; slots: row ranges with one slot each; buffers: scratch
+    of [most rows, W]. x holds the logits, then q, then what multiplies the head for the gradient."""
 
-    x: torch.Tensor
-    p: torch.Tensor
-    mass: torch.Tensor
+    z: torch.Tensor
+    head: torch.Tensor
+    teacher: _TeacherRows
+    local: torch.Tensor
+    slots: tuple[tuple[int, int], ...]
+    weights: dict[str, torch.Tensor]
     label: torch.Tensor | None
-    top1: torch.Tensor | None
+    buffers: list[torch.Tensor]
     alpha: torch.Tensor | None = None
-    agree: torch.Tensor | None = None
 
-    def run(self, weights: dict[str, torch.Tensor], decay: float) -> torch.Tensor:
-        """Weighted loss of each row [m]; replaces x by its gradient and sets alpha and agree."""
-        x, p, mass = self.x, self.p, self.mass
+    def softmax(self) -> torch.Tensor:
+        """Fill x with q; keep log-sum-exp and the label's logit; returns the arg-max [m]."""
+        self.x = x = torch.mm(self.z, self.head.t(), out=self.buffers[0][: len(self.z)])
         top, best = x.max(-1)
-        self.agree = torch.zeros_like(top) if self.top1 is None else (best == self.top1).float()
-        needs_kl = bool({"kl", "lk_lambda"} & set(weights))
-        # sum p/P x, before x turns into q; a batched product reads both once
-        cross = torch.bmm(p[:, None], x[:, :, None]).flatten() / mass if needs_kl else None
-        label_logit = None if "ce" not in weights else x.gather(1, self.label.clamp(min=0)[:, None])[:, 0]
-        log_norm = self._softmax(x, top, best)
-        q = x
-        gap = torch.sub(q, p)
-        self.alpha = (0.5 * (mass + 1 - torch.linalg.vector_norm(gap, ord=1, dim=-1))).clamp_(min=0)
-        kl_w, tv_w, loss = self._mix(weights, decay, cross, log_norm)
-        if "ce" in weights:
-            loss = loss + weights["ce"] * (log_norm - label_logit)
-        extra = self._reverse_kl(q, weights["reverse_kl"]) if "reverse_kl" in weights else None
-        self._gradient(q, gap, kl_w, tv_w, weights.get("ce"))
-        if extra is not None:
-            x.add_(extra[0])
-            loss = loss + extra[1]
+        if "ce" in self.weights:
+            self.label = self.label.clamp(min=0)
+            self.label_logit = x.gather(1, self.label[:, None])[:, 0]
+        torch.ops.aten._softmax.out(x, -1, False, out=x)
+        self.lse = top - torch.log(x.gather(1, best[:, None])[:, 0])
+        return best
+
+    def law(self, start: int, stop: int) -> torch.Tensor:
+        """p of rows start .. stop - 1, without a copy where they are the chunk's target rows one by one."""
+        p, local = self.teacher.p, self.local[start:stop]
+        if len(local) == len(p) and bool((local[1:] > local[:-1]).all()):
+            return p
+        return torch.index_select(p, 0, local, out=self.buffers[2][: stop - start])
+
+    def overlap(self) -> torch.Tensor:
+        """sum min(p, q) = (P + 1 - |q - p|_1) / 2 for each row."""
+        distance = torch.empty(len(self.x), dtype=self.x.dtype, device=self.x.device)
+        for start, stop in self.slots:
+            gap = torch.sub(self.x[start:stop], self.law(start, stop), out=self.buffers[3][: stop - start])
+            torch.linalg.vector_norm(gap, ord=1, dim=-1, out=distance[start:stop])
+        return (0.5 * (self.teacher.mass[self.local] + 1 - distance)).clamp_(min=0)
+
+    def loss_and_gradient(self, decay: float, dz: torch.Tensor, dhead: torch.Tensor | None) -> torch.Tensor:
+        """Weighted loss of each row [m]; fills dz [m, D] and adds to dhead."""
+        kl_w, tv_w, loss = self._coefficients(decay)
+        ce_w = self.weights.get("ce")
+        softmax_w = kl_w if ce_w is None else kl_w + ce_w
+        if tv_w is not None or "reverse_kl" in self.weights:
+            loss = loss + self._wide(softmax_w, tv_w)
+            row_w, z = None, self.z
+        else:
+            row_w, z = softmax_w[:, None], self.z * softmax_w[:, None]
+        torch.mm(self.x, self.head, out=dz)
+        if row_w is not None:
+            dz.mul_(row_w)
+        dz.sub_(self.teacher.mean_row[self.local] * kl_w[:, None])
+        if ce_w is not None:
+            loss = loss + ce_w * (self.lse - self.label_logit)
+            dz.sub_(self.head[self.label] * ce_w[:, None])
+        if dhead is not None:
+            dhead.addmm_(self.x.t(), z)
+            kl_z = self.z * (kl_w / self.teacher.mass[self.local])[:, None]
+            summed = torch.zeros_like(self.teacher.mean_row).index_add_(0, self.local, kl_z)
+            dhead.addmm_(self.teacher.p.t(), summed, alpha=-1)
+            if ce_w is not None:
+                dhead.index_add_(0, self.label, self.z * ce_w[:, None], alpha=-1)
         return loss
 
-    @staticmethod
-    def _softmax(x, top, best):
-        """Turn x into softmax(x) in place; returns the log-sum-exp [m]."""
-        torch.ops.aten._softmax.out(x, -1, False, out=x)
-        return top - torch.log(x.gather(1, best[:, None])[:, 0])
-
-    def _mix(self, weights, decay, cross, log_norm):
-        """Coefficients of the kl and the tv gradient, and the loss of the terms made of them."""
-        zero = torch.zeros_like(self.alpha)
-        kl_w, tv_w = weights.get("kl", zero), weights.get("tv", zero)
-        loss = tv_w * (1 - self.alpha)
+    def _coefficients(self, decay: float):
+        """Coefficients [m] of the kl and the tv gradient (None where no term needs it), and the loss of their terms."""
+        weights, alpha, local = self.weights, self.alpha, self.local
+        zero = torch.zeros_like(alpha)
+        kl = self.teacher.negative_entropy[local] + self.lse - (self.teacher.mean_row[local] * self.z).sum(-1)
+        kl_w, tv_w, loss = zero, None, zero
+        if "kl" in weights:
+            kl_w, loss = weights["kl"], weights["kl"] * kl
+        if "tv" in weights:
+            tv_w, loss = weights["tv"], loss + weights["tv"] * (1 - alpha)
         if "lk_alpha" in weights:
-            alpha = self.alpha.clamp(min=SMALLEST_ALPHA)
-            loss = loss - weights["lk_alpha"] * alpha.log()
-            tv_w = tv_w + weights["lk_alpha"] / alpha
-        if cross is not None:
-            # sum p/P log(p/P), with 0 log 0 = 0
-            entropy = torch.special.xlogy(self.p, self.p).sum(-1) / self.mass - self.mass.log()
-            kl = entropy + log_norm - cross
-            if "lk_lambda" in weights:
-                share = torch.exp(-decay * self.alpha)
-                kl_w = kl_w + weights["lk_lambda"] * share
-                tv_w = tv_w + weights["lk_lambda"] * (1 - share)
-                loss = loss + weights["lk_lambda"] * (share * kl + (1 - share) * (1 - self.alpha))
-            if "kl" in weights:
-                loss = loss + weights["kl"] * kl
+            floor = alpha.clamp(min=SMALLEST_ALPHA)
+            tv_w = (zero if tv_w is None else tv_w) + weights["lk_alpha"] / floor
+            loss = loss - weights["lk_alpha"] * floor.log()
+        if "lk_lambda" in weights:
+            share = torch.exp(-decay * alpha)
+            kl_w = kl_w + weights["lk_lambda"] * share
+            tv_w = (zero if tv_w is None else tv_w) + weights["lk_lambda"] * (1 - share)
+            loss = loss + weights["lk_lambda"] * (share * kl + (1 - share) * (1 - alpha))
         return kl_w, tv_w, loss
 
-    def _gradient(self, q, gap, kl_w, tv_w, ce_w):
-        """x <- kl_w (q - p/P) + tv_w d(1 - alpha)/dx + ce_w (q - onehot).
+    def _wide(self, softmax_w: torch.Tensor, tv_w: torch.Tensor | None) -> torch.Tensor:
+        """x <- softmax_w q + tv_w d(1 - alpha)/dx + reverse_kl's gradient, row by row; returns reverse_kl's loss [m].
 
-        d alpha / dx_v = q_v ([q_v < p_v] - sum_u q_u [q_u < p_u]).
+        d alpha / dx_v = q_v ([q_v < p_v] - sum_u q_u [q_u < p_u]);
+        d reverse_kl / dx_v = q_v (g_v - sum_u q_u g_u), g = log q - log p/P.
         """
-        if bool((tv_w != 0).any()):
-            below = (gap < 0).float().mul_(q)
-            inner = below.sum(-1)
-            scale = kl_w + tv_w * inner if ce_w is None else kl_w + tv_w * inner + ce_w
-            q.mul_(scale[:, None]).sub_(below.mul_(tv_w[:, None]))
-        else:
-            q.mul_((kl_w if ce_w is None else kl_w + ce_w)[:, None])
-        if bool((kl_w != 0).any()):
-            q.addcmul_(self.p, (-kl_w / self.mass)[:, None])
-        if ce_w is not None:
-            q.scatter_add_(1, self.label.clamp(min=0)[:, None], -ce_w[:, None])
-
-    def _reverse_kl(self, q, weight):
-        """(gradient [m, W], weighted loss [m]) of sum q (log q - log p/P); d/dx = q (g - sum q g), g = log q - log p/P."""
-        g = q.clamp(min=1e-30).log() - self.p.clamp(min=1e-30).log() + self.mass.log()[:, None]
-        value = (q * g).sum(-1)
-        return (g - value[:, None]) * q * weight[:, None], weight * value
+        loss = torch.zeros_like(self.lse)
+        for start, stop in self.slots:
+            q, p = self.x[start:stop], self.law(start, stop)
+            scale, extra = softmax_w[start:stop], None
+            if "reverse_kl" in self.weights:
+                weight = self.weights["reverse_kl"][start:stop]
+                mass = self.teacher.mass[self.local[start:stop]]
+                g = q.clamp(min=SMALLEST).log() - p.clamp(min=SMALLEST).log() + mass.log()[:, None]
+                value = (q * g).sum(-1)
+                extra = (g - value[:, None]) * q * weight[:, None]
+                loss[start:stop] = weight * value
+            if tv_w is not None:
+                below = torch.lt(q, p).float().mul_(q)
+                scale = scale + tv_w[start:stop] * below.sum(-1)
+                q.mul_(scale[:, None]).sub_(below.mul_(tv_w[start:stop, None]))
+            else:
+                q.mul_(scale[:, None])
+            if extra is not None:
+                q.add_(extra)
+        return loss
