@@ -1,3 +1,79 @@
 """spectrain: train, evaluate and export drafter heads for lossless speculative decoding."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from spectrain.decode.generation import Generation
+    from spectrain.decode.sampling import Sampling
+    from spectrain.proposal import Drafter, Plan
+    from spectrain.target import Target
+
 __version__ = "0.1.0"
+
+
+def generate(
+    target: str | Path | Target,
+    drafter: str | Path | Drafter | None,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    plan: Plan | None = None,
+    batch_size: int = 1,
+) -> list[Generation]:
+    """Decode prompts losslessly with a drafter (None: plain decoding) and return one Generation each, text
+    included.
+
+    target: a loaded target, or a folder, hub id or "smollm2". drafter: a loaded one, or the folder of a
+    checkpoint or run. A prompt is a list of messages ({"role", "content"}) or the text of one user message.
+    sampling: greedy by default; plan: a chain of 5 draft tokens by default. A chain is verified by
+    `rejection`, a tree by `target_only`; both keep the target's own law. Raises ValueError for prompts and
+    settings that do not fit.
+
+        replies = spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"],
+        max_new_tokens=64) print(replies[0].text)
+    """
+    from dataclasses import replace
+    from pathlib import Path
+
+    from spectrain.config import TargetConfig
+    from spectrain.decode.engine import generate as decode
+    from spectrain.decode.sampling import Sampling
+    from spectrain.eval.prompts import render
+    from spectrain.proposal import Plan
+    from spectrain.target import load_target
+
+    if isinstance(target, (str, Path)):
+        target = load_target(TargetConfig(path=str(target)))
+    network: Drafter | None
+    if isinstance(drafter, (str, Path)):
+        from spectrain.checkpoint import load_drafter
+
+        network = load_drafter(Path(drafter), target).to(target.dtype)
+    else:
+        network = drafter
+    if network is not None and plan is None:
+        plan = Plan(shape="chain", length=5)
+    if target.tokenizer is None:
+        raise ValueError("target: it has no tokenizer, so spectrain.generate cannot read texts")
+    as_chat = [
+        [{"role": "user", "content": p}] if isinstance(p, str) else list(map(dict, p)) for p in prompts
+    ]
+    found, _ = decode(
+        target,
+        [render(target.tokenizer, chat, {}) for chat in as_chat],
+        sampling=Sampling() if sampling is None else sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=target.stop_ids(),
+        batch_size=batch_size,
+        drafter=network,
+        plan=plan,
+        law="rejection" if plan is not None and plan.shape == "chain" else "target_only",
+    )
+    decode_text = target.tokenizer.decode
+    return [replace(one, text=decode_text(one.ids, skip_special_tokens=True)) for one in found]

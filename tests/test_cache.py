@@ -59,7 +59,7 @@ def recomputed(target, ids):
 
 
 def poison(cache):
-    """Ruin every slot that holds no text: NaN would show anywhere, but a masked slot may be multiplied by 0."""
+    """Ruin every slot that holds no text. Not with NaN: a masked slot may be multiplied by 0."""
     for keys, values in cache.layers.values():
         for request in range(cache.num_requests):
             keys[request, cache.committed[request] :] = 1e4

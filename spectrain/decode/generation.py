@@ -30,7 +30,7 @@ class Generation:
     ids: emitted tokens, the first (from the prefill) included, the stop token included; finish_reason: "stop"
     or "length". rounds: empty for plain decoding. orders: one entry per emitted token when recorded: int64
     [M] ids by descending draft probability at that place, or None where no drafter was asked (prefill's
-    token, tokens after a leaf).
+    token, tokens after a leaf). text: the decoded ids, filled in by `spectrain.generate` alone.
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,6 +38,7 @@ class Generation:
     finish_reason: str
     rounds: tuple[Round, ...] = ()
     orders: tuple[torch.Tensor | None, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True)

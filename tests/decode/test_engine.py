@@ -29,8 +29,9 @@ def gemma3():
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=4, initializer_range=0.3,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"], tie_word_embeddings=False,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"], sliding_window=4,
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -146,7 +147,14 @@ def test_greedy_text_of_trees_equals_plain_decoding(build):
     drafter = Bushy([p + t for p, t in zip(prompts, texts, strict=True)], lambda n: n % 5)
     plan = Plan(shape="tree", length=4, nodes=12, top_k=3)
     fast, _ = generate(
-        target, prompts, sampling=GREEDY, max_new_tokens=20, stop_ids=(), batch_size=3, drafter=drafter, plan=plan
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=20,
+        stop_ids=(),
+        batch_size=3,
+        drafter=drafter,
+        plan=plan,
     )
     assert [list(g.ids) for g in fast] == texts
     assert max(r.accepted for g in fast for r in g.rounds) == 4
@@ -173,7 +181,14 @@ def test_a_perfect_drafter_fills_the_budget_exactly_in_one_verification(target):
     text = greedy_text(target, PROMPT, 5)
     drafter = Scripted([PROMPT + text], RIGHT["always"])
     (fast,), _ = generate(
-        target, [PROMPT], sampling=GREEDY, max_new_tokens=5, stop_ids=(), batch_size=1, drafter=drafter, plan=CHAIN
+        target,
+        [PROMPT],
+        sampling=GREEDY,
+        max_new_tokens=5,
+        stop_ids=(),
+        batch_size=1,
+        drafter=drafter,
+        plan=CHAIN,
     )
     assert list(fast.ids) == text and fast.finish_reason == "length"
     assert [(r.drafted, r.accepted, r.emitted, r.bonus_cut) for r in fast.rounds] == [(3, 3, 4, False)]
@@ -208,7 +223,9 @@ def test_counters_of_rounds_that_accept_3_0_4_1(target):
     assert [r.alphas for r in fast.rounds] == [(1, 1, 1, 0), (0,), (1, 1, 1, 1), (1,)]
     assert sum(r.emitted for r in fast.rounds) / len(fast.rounds) == 3.0
     assert timing.steps == 4
-    assert timing.draft_steps == 3 * 4  # three times a chain of 4 and one observation, the last chain has length 1
+    assert (
+        timing.draft_steps == 3 * 4
+    )  # three times a chain of 4 and one observation, the last chain has length 1
     assert timing.decode_s >= timing.draft_s + timing.verify_s > 0 and timing.prefill_s > 0
 
 
@@ -239,14 +256,27 @@ def test_a_drafter_sees_the_targets_states_at_every_committed_token(target):
     text = greedy_text(target, PROMPT, 20)
     drafter = Scripted([PROMPT + text], lambda n: n % 4)
     generate(
-        target, [PROMPT], sampling=GREEDY, max_new_tokens=20, stop_ids=(), batch_size=1, drafter=drafter, plan=CHAIN
+        target,
+        [PROMPT],
+        sampling=GREEDY,
+        max_new_tokens=20,
+        stop_ids=(),
+        batch_size=1,
+        drafter=drafter,
+        plan=CHAIN,
     )
     known = sum(len(seen.next_ids) for seen in drafter.log)
     ids = torch.tensor((PROMPT + text)[:known])
     expected = target.states(ids, torch.arange(known), packed_layout((0, known)), taps=drafter.taps)
-    assert [seen.start for seen in drafter.log] == [sum(len(s.next_ids) for s in drafter.log[:i]) for i in range(len(drafter.log))]
-    torch.testing.assert_close(torch.cat([seen.taps for seen in drafter.log]), expected.taps, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(torch.cat([seen.final for seen in drafter.log]), expected.final, atol=1e-4, rtol=1e-4)
+    assert [seen.start for seen in drafter.log] == [
+        sum(len(s.next_ids) for s in drafter.log[:i]) for i in range(len(drafter.log))
+    ]
+    torch.testing.assert_close(
+        torch.cat([seen.taps for seen in drafter.log]), expected.taps, atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        torch.cat([seen.final for seen in drafter.log]), expected.final, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_p=0.9, seed=5)])
@@ -260,14 +290,18 @@ def test_a_request_has_the_same_text_alone_and_in_any_batch(target, sampling):
 
 
 def test_each_prompt_has_its_own_timing_at_batch_size_1(target):
-    _, timings = generate(target, [[1], [2], [3]], sampling=GREEDY, max_new_tokens=3, stop_ids=(), batch_size=1)
+    _, timings = generate(
+        target, [[1], [2], [3]], sampling=GREEDY, max_new_tokens=3, stop_ids=(), batch_size=1
+    )
     assert [timing.steps for timing in timings] == [2, 2, 2]
 
 
 def test_plain_decoding_at_a_temperature_draws_from_the_targets_law(target):
     sampling = Sampling(temperature=0.7, top_k=4, seed=1)
     n = 3000
-    texts, _ = generate(target, [[5, 6]] * n, sampling=sampling, max_new_tokens=1, stop_ids=(), batch_size=500)
+    texts, _ = generate(
+        target, [[5, 6]] * n, sampling=sampling, max_new_tokens=1, stop_ids=(), batch_size=500
+    )
     logits = target.logits(final_states(target, [5, 6])[-1:])
     p = law(logits, temperature=0.7, top_k=4)[0]
     counts = torch.bincount(torch.tensor([g.ids[0] for g in texts]), minlength=64)
@@ -277,7 +311,7 @@ def test_plain_decoding_at_a_temperature_draws_from_the_targets_law(target):
 
 
 class Drawn(Scripted):
-    """Draft tokens drawn from a fixed law, so that sampled speculation can be tested through the whole loop."""
+    """Draft tokens drawn from a fixed law: sampled speculation through the whole loop."""
 
     q = torch.softmax(torch.arange(64) / 20.0, 0)
 
@@ -285,7 +319,10 @@ class Drawn(Scripted):
         q = self.q.expand(len(requests), 64)
         tokens = [
             sampler.draw(
-                q, requests=requests, root_positions=[len(self.roots[r]) for r in requests], slots=[k] * len(requests)
+                q,
+                requests=requests,
+                root_positions=[len(self.roots[r]) for r in requests],
+                slots=[k] * len(requests),
             )
             for k in range(plan.length)
         ]
@@ -322,7 +359,14 @@ def test_the_context_limit_bounds_text_and_drafts(target):
     text = greedy_text(target, PROMPT, 4)
     drafter = Scripted([PROMPT + text], RIGHT["always"])
     (fast,), _ = generate(
-        target, [PROMPT], sampling=GREEDY, max_new_tokens=50, stop_ids=(), batch_size=1, drafter=drafter, plan=CHAIN
+        target,
+        [PROMPT],
+        sampling=GREEDY,
+        max_new_tokens=50,
+        stop_ids=(),
+        batch_size=1,
+        drafter=drafter,
+        plan=CHAIN,
     )
     assert list(fast.ids) == text and fast.finish_reason == "length"
     assert [r.drafted for r in fast.rounds] == [2]
@@ -354,7 +398,9 @@ def test_clamp_drops_deep_nodes_and_renumbers():
 
 def test_logits_that_are_not_finite_name_the_prompt(target, monkeypatch):
     logits = target.logits
-    monkeypatch.setattr(target, "logits", lambda states: logits(states).index_fill(0, torch.tensor(1), float("nan")))
+    monkeypatch.setattr(
+        target, "logits", lambda states: logits(states).index_fill(0, torch.tensor(1), float("nan"))
+    )
     with pytest.raises(ValueError, match="prompt 1 after 0 tokens: target logits are not finite"):
         generate(target, [[1], [2]], sampling=GREEDY, max_new_tokens=3, stop_ids=(), batch_size=2)
 
@@ -367,12 +413,21 @@ def test_logits_that_are_not_finite_name_the_prompt(target, monkeypatch):
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"request_keys": [3, 3]}, "request_keys="),
         ({"prompts": [[1], []]}, "prompt 1: 0 tokens, expected 1 to 511"),
-        ({"plan": Plan("tree", 2, nodes=3, top_k=2), "law": "rejection", "drafter": Scripted([], None)}, "a tree needs"),
+        (
+            {"plan": Plan("tree", 2, nodes=3, top_k=2), "law": "rejection", "drafter": Scripted([], None)},
+            "a tree needs",
+        ),
         ({"plan": Plan("tree", 2), "drafter": Scripted([], None)}, "plan.nodes=0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(target, settings, message):
-    defaults = {"prompts": [[1], [2]], "sampling": GREEDY, "max_new_tokens": 3, "stop_ids": (), "batch_size": 2}
+    defaults = {
+        "prompts": [[1], [2]],
+        "sampling": GREEDY,
+        "max_new_tokens": 3,
+        "stop_ids": (),
+        "batch_size": 2,
+    }
     with pytest.raises(ValueError, match=message):
         generate(target, **{**defaults, **settings})
 

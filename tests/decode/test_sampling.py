@@ -64,7 +64,9 @@ def test_inversion_equals_the_plain_cumulative_sum():
     laws = torch.rand(40, 1000, dtype=torch.float64) ** 8
     uniforms = np.random.rand(40)
     cumulative = laws.cumsum(-1).numpy()
-    expected = [int(np.searchsorted(c, u * c[-1], side="right")) for c, u in zip(cumulative, uniforms, strict=True)]
+    expected = [
+        int(np.searchsorted(c, u * c[-1], side="right")) for c, u in zip(cumulative, uniforms, strict=True)
+    ]
     assert invert(laws, uniforms.tolist()) == expected
 
 
@@ -102,7 +104,13 @@ def test_greedy_draws_are_the_largest_entry():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_k": -1}, {"draft_temperature": 0.5}],
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"draft_temperature": 0.5},
+    ],
 )
 def test_settings_outside_their_range_are_refused(settings):
     (key,) = settings

@@ -1,4 +1,4 @@
-"""Exact losslessness: every outcome of coins and draws is enumerated with its probability, none is sampled."""
+"""Exact losslessness: every outcome of coins and draws is enumerated with its probability, none is drawn."""
 
 from collections import defaultdict
 from itertools import product
@@ -12,7 +12,7 @@ from spectrain.proposal import Proposal
 
 
 class Enumeration(Streams):
-    """Streams that follow a script of outcomes and record the probability of each and what else could have come."""
+    """Streams that follow a script of outcomes; they record each one's probability and what else was possible."""
 
     def __init__(self, script):
         super().__init__(Sampling(temperature=1.0), [0])
@@ -188,7 +188,11 @@ def one_level(p, propose, law):
             requests=[0],
             root_positions=[0],
         )
-        return ([*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus][0], len(verdict.path), verdict.alphas[0])
+        return (
+            [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus][0],
+            len(verdict.path),
+            verdict.alphas[0],
+        )
 
     emitted, alphas = [0.0] * len(p), set()
     for (token, length, alpha), chance in outcomes(run):
@@ -274,7 +278,12 @@ def test_greedy_follows_the_arg_max_through_a_tree():
         return Sampling().law(logits)
 
     (verdict,) = verify(
-        [proposal], laws, law="target_only", streams=Streams(Sampling(), [0]), requests=[0], root_positions=[4]
+        [proposal],
+        laws,
+        law="target_only",
+        streams=Streams(Sampling(), [0]),
+        requests=[0],
+        root_positions=[4],
     )
     assert (verdict.path, verdict.bonus, verdict.alphas) == ((1, 3), 0, (1.0, 1.0))
 

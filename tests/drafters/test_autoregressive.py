@@ -100,8 +100,8 @@ def test_ranked_lists_the_likeliest_ids_where_the_drafter_was_asked():
 
 
 def test_a_tree_keeps_the_likeliest_nodes():
-    """Children of the root: 0 (0.6), 1 (0.3). Under 0: 1 (0.9), 2 (0.05); under 1: 0 (0.5), 2 (0.4). Of the six candidates
-    0 0.6, 01 0.54, 1 0.3, 10 0.15, 12 0.12, 02 0.03 the best four stay."""
+    """Children of the root: 0 (0.6), 1 (0.3). Under 0: 1 (0.9), 2 (0.05); under 1: 0 (0.5), 2 (0.4). Of the
+    six candidates 0 0.6, 01 0.54, 1 0.3, 10 0.15, 12 0.12, 02 0.03 the best four stay."""
     stepper = Table({(): logs(0.6, 0.3, 0.1), (0,): logs(0.04, 0.9, 0.06), (1,): logs(0.5, 0.1, 0.4)})
     (tree,) = grow(stepper, [0], Plan("tree", 2, nodes=4, top_k=2), Draws())
     assert paths(tree) == [(0,), (1,), (0, 1), (1, 0)]
@@ -117,7 +117,8 @@ def test_only_the_likeliest_candidates_of_a_level_are_expanded():
 
 
 def test_ties_go_to_the_shallower_node_so_that_parents_stay():
-    """A certain child has log q = 0 exactly and ties with its parent; with one node left the parent is taken."""
+    """A certain child has log q = 0 exactly and ties with its parent; with one node left the parent is
+    taken."""
     certain = [0.0, -math.inf, -math.inf]
     stepper = Table({(): logs(0.5, 0.25, 0.25), (0,): certain, (0, 0): certain, (0, 0, 0): certain})
     for nodes in range(1, 5):
