@@ -9,6 +9,7 @@ The state fed back is the layer's output before `norm`; `norm` then `lm_head` gi
 Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
+from spectrain.cache import CacheLayout, KVCache
 from spectrain.data.packing import TokenBatch
+from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, spans
 from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Run, ttt_attention
 from spectrain.objectives import RowIndex, Rows
+from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
 SHAPE_KEYS = (
@@ -174,6 +178,10 @@ class Eagle3(nn.Module):
         empty = fused.new_empty(0, fused.shape[1])
         return Rows(index=index, state=torch.cat(outs) if outs else empty)
 
+    def start(self, num_requests: int, capacity: int) -> "Eagle3Drafting":
+        """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
+        return Eagle3Drafting(self, num_requests, capacity)
+
     def export_names(self, engine: str) -> dict[str, str]:
         """Our tensor names to those of vLLM and SGLang, which are the same."""
         return {name: name for name in self.state_dict()}
@@ -204,6 +212,85 @@ class Eagle3(nn.Module):
             "fc_norm": False,
             "norm_output": False,
         }
+
+
+class Eagle3Drafting:
+    """The drafter at work on several requests (`spectrain.proposal.Drafting`).
+
+    Row t of a request lies at slot t of the cache. `states` [requests, 1 + nodes, D]: the state of the newest row, which
+    predicts the root's successor, then those of the nodes stepped since, in order of arrival.
+    """
+
+    def __init__(self, drafter: Eagle3, num_requests: int, capacity: int):
+        attn = drafter.midlayer.self_attn
+        self.drafter = drafter
+        self.kept_ids = drafter.kept_ids
+        self.vocab_size = drafter.draft_config.vocab_size
+        self.cache = KVCache(num_requests, capacity)
+        self.qkv = torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)).detach()
+        positions = torch.arange(capacity, device=self.qkv.device)
+        self.cos, self.sin = drafter.rotary(positions, self.qkv)
+        self.states = self.qkv.new_zeros(num_requests, 1, drafter.fc.out_features)
+
+    @torch.no_grad()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        requests = [o.request for o in observations]
+        counts = [len(o.next_ids) for o in observations]
+        for o in observations:
+            if o.start == 0:
+                self.cache.truncate(o.request, 0)
+            assert self.cache.committed[o.request] == o.start, f"request {o.request}: row {o.start} out of order"
+        taps = torch.cat([o.taps for o in observations]).to(self.qkv.dtype)
+        layout = self.cache.extend(requests, counts)
+        new = self._run(
+            self.drafter.fc(taps.flatten(1)), torch.cat([o.next_ids for o in observations]), layout
+        )
+        self.cache.commit_all(requests, [range(count) for count in counts])
+        last = torch.tensor(counts).cumsum(0) - 1
+        self.states[requests, 0] = new[last]
+
+    @torch.no_grad()
+    def propose(self, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+        nodes = 1 + plan.length * max(plan.top_k, 1)
+        if self.states.shape[1] < nodes:
+            grown = self.states.new_zeros(self.states.shape[0], nodes, self.states.shape[2])
+            grown[:, :1] = self.states[:, :1]
+            self.states = grown
+        proposals = grow(self, requests, plan, sampler)
+        self.cache.commit_all(requests, [()] * len(requests))
+        return proposals
+
+    def root_positions(self, requests: Sequence[int]) -> list[int]:
+        return [self.cache.committed[request] for request in requests]
+
+    def root_logits(self, requests: Sequence[int]) -> torch.Tensor:
+        return self._logits(self.states[requests, 0])
+
+    def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        seen = {request: len(self.cache.pending[request]) for request in requests}
+        layout = self.cache.grow(requests, parents)
+        new = self._run(self.states[requests, [parent + 1 for parent in parents]], tokens, layout)
+        arrivals = []
+        for request in requests:
+            seen[request] += 1
+            arrivals.append(seen[request])
+        self.states[requests, arrivals] = new
+        return self._logits(new)
+
+    def _run(self, state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
+        """The layer on N rows: their states and the tokens that follow them; states [N, D] out."""
+        layer, attn = self.drafter.midlayer, self.drafter.midlayer.self_attn
+        embedded = layer.input_layernorm(self.drafter.embed(ids_N))
+        q, k, v = attn.split(F.linear(torch.cat((embedded, layer.hidden_norm(state_ND)), -1), self.qkv))
+        angle = (self.cos[layout.positions], self.sin[layout.positions])
+        mixed = layout.attend(
+            0, rotate(q, angle), rotate(k, angle), v, scale=attn.scale, window=None, softcap=None, sinks_H=None
+        )
+        return layer.finish(state_ND, mixed)
+
+    def _logits(self, state_ND: torch.Tensor) -> torch.Tensor:
+        return self.drafter.lm_head(self.drafter.norm(state_ND))
+
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

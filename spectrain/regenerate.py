@@ -1,0 +1,125 @@
+"""Answers by the target itself: prompts in, conversations out, one JSONL line per prompt and temperature.
+
+A drafter must learn the target's own text, not somebody else's. Answers are appended group by group; a killed run goes on
+where it stopped, since a line names its prompt and temperature. Sampling settings and the target's fingerprint are in the
+provenance file beside the output. Knows no training.
+"""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from spectrain import __version__
+from spectrain.artifacts import read_json, write_bytes, write_json
+from spectrain.config import RunConfig
+from spectrain.decode.engine import generate
+from spectrain.decode.generation import Generation
+from spectrain.decode.sampling import Sampling
+from spectrain.eval.prompts import Prompt, load_prompts, render
+from spectrain.target import Target
+
+log = logging.getLogger(__name__)
+
+QUICKSTART = Path(__file__).parent / "data" / "quickstart_prompts.jsonl"
+
+
+def regenerate(config: RunConfig, target: Target, out: Path) -> None:
+    """Write the target's answers to `config.regenerate.prompts` to the JSONL file `out`, going on where it stopped.
+
+    A line is {"id", "messages", "temperature", "finish_reason"}; several turns are answered one after the other, each
+    with the answers before it. Raises ValueError if `out` holds answers that other settings made.
+    """
+    settings = config.regenerate
+    prompts = load_prompts(str(QUICKSTART) if settings.prompts == "quickstart" else settings.prompts)
+    asked = asdict(settings) | {
+        "prompts": settings.prompts,
+        "seed": config.train.seed,
+        "target": target.fingerprint(),
+        "template_arguments": config.corpus.template_arguments,
+    }
+    done = _resume(out, asked)
+    jobs = [(p, i, t) for t in settings.temperatures for i, p in enumerate(prompts) if answer_id(p, t) not in done]
+    # neighbours of like length finish together
+    jobs.sort(key=lambda job: (job[2], sum(map(len, job[0].turns))))
+    num_tokens = 0
+    with tqdm(total=len(jobs), desc="regenerate", unit="answer", dynamic_ncols=True) as bar, open(out, "a") as file:
+        for first in range(0, len(jobs), settings.batch):
+            group = jobs[first : first + settings.batch]
+            for row, count in _answer(config, target, group):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                num_tokens += count
+            file.flush()
+            bar.update(len(group))
+            bar.set_postfix_str(f"{num_tokens} tokens")
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
+    rows.sort(key=lambda row: row["id"])
+    write_bytes(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    log.info("%d conversations in %s", len(rows), out)
+
+
+def answer_id(prompt: Prompt, temperature: float) -> str:
+    return f"{prompt.id}-t{temperature:g}"
+
+
+def _resume(out: Path, asked: dict) -> set[str]:
+    """Ids of the answers that `out` holds; a last line cut by a kill is dropped."""
+    provenance = out.with_suffix(".provenance.json")
+    if out.exists() and (not provenance.exists() or read_json(provenance)["settings"] != json.loads(json.dumps(asked))):
+        raise ValueError(f"{out}: holds answers made with other settings; move it away or give another run_dir")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(provenance, {"settings": asked, "spectrain": __version__, "made_by": "stages=regenerate"})
+    if not out.exists():
+        return set()
+    text = out.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_bytes(out, whole.encode())
+    return {json.loads(line)["id"] for line in whole.split("\n") if line}
+
+
+def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, float]]):
+    """Yield (line, answer tokens) for each (prompt, its number, temperature) of a group of one temperature or more."""
+    messages: list[list[dict[str, str]]] = [[] for _ in group]
+    last: list[Generation | None] = [None] * len(group)
+    counts = [0] * len(group)
+    for turn in range(max(len(prompt.turns) for prompt, _, _ in group)):
+        for temperature in sorted({t for _, _, t in group}):
+            here = [
+                j
+                for j, (prompt, _, t) in enumerate(group)
+                if t == temperature and turn < len(prompt.turns) and (last[j] is None or last[j].finish_reason == "stop")
+            ]
+            for j in here:
+                messages[j].append({"role": "user", "content": group[j][0].turns[turn]})
+            generations, _ = generate(
+                target,
+                [render(target.tokenizer, messages[j], config.corpus.template_arguments) for j in here],
+                sampling=Sampling(temperature=temperature, top_p=config.regenerate.top_p, seed=config.train.seed),
+                max_new_tokens=config.regenerate.max_new_tokens,
+                stop_ids=target.stop_ids(),
+                batch_size=config.regenerate.batch,
+                request_keys=[group[j][1] * 16 + turn for j in here],
+            )
+            for j, generation in zip(here, generations, strict=True):
+                messages[j].append({"role": "assistant", "content": _text(target, generation)})
+                last[j], counts[j] = generation, counts[j] + len(generation.ids)
+    for (prompt, _, temperature), turns, generation, count in zip(group, messages, last, counts, strict=True):
+        assert generation is not None
+        row = {
+            "id": answer_id(prompt, temperature),
+            "messages": turns,
+            "temperature": temperature,
+            "finish_reason": generation.finish_reason,
+        }
+        yield row, count
+
+
+def _text(target: Target, generation: Generation) -> str:
+    """The answer without the stop token."""
+    ids = list(generation.ids)
+    if generation.finish_reason == "stop":
+        ids = ids[:-1]
+    return target.tokenizer.decode(ids, skip_special_tokens=False)
