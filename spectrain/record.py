@@ -69,22 +69,31 @@ def run_id(folder: Path) -> str:
 
 
 def open_wandb(folder: Path, config: RunConfig):
-    """A W&B run whose files lie in `folder`; online only with a key or a login, else offline (`wandb sync`
-    uploads it)."""
+    """A W&B run whose files lie in `folder`: online with a key or a login, else offline (`wandb sync` uploads
+    it). A server that does not answer is told and leaves the mirror offline, since it is only a copy."""
     import wandb
 
+    def start(mode: Literal["online", "offline"] | None):
+        return wandb.init(
+            project=config.wandb.project,
+            name=config.recipe,
+            id=run_id(folder),
+            resume=None if mode == "offline" else "allow",
+            dir=folder,
+            config=asdict(config),
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+        )
+
     mode = _wandb_mode()
-    log.info("W&B mirror: %s", mode or os.environ["WANDB_MODE"])
-    run = wandb.init(
-        project=config.wandb.project,
-        name=config.recipe,
-        id=run_id(folder),
-        resume="allow" if mode == "online" else None,
-        dir=folder,
-        config=asdict(config),
-        mode=mode,
-        settings=wandb.Settings(console="off", silent=True),
-    )
+    try:
+        run = start(mode)
+    except wandb.errors.Error as error:
+        if mode == "offline":
+            raise
+        log.warning("W&B does not answer, the mirror stays offline: %s", error)
+        wandb.teardown()  # its process still holds the id
+        run = start("offline")
     run.define_metric("*", step_metric="step")
     return run
 
