@@ -29,7 +29,7 @@ class Record:
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
         write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
-        self.wandb = open_wandb(folder, config) if config.wandb.enabled else None
+        self.wandb = open_wandb(folder, asdict(config)) if config.wandb.enabled else None
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system, which keeps it even if the process is
@@ -68,19 +68,22 @@ def run_id(folder: Path) -> str:
     return fingerprint(str(folder.resolve()))
 
 
-def open_wandb(folder: Path, config: RunConfig):
+def open_wandb(folder: Path, settings: Mapping[str, Any]):
     """A W&B run whose files lie in `folder`: online with a key or a login, else offline (`wandb sync` uploads
-    it). A server that does not answer is told and leaves the mirror offline, since it is only a copy."""
+    it). A server that does not answer is told and leaves the mirror offline, since it is only a copy.
+
+    settings: the resolved config as nested dicts, what config.yaml holds.
+    """
     import wandb
 
     def start(mode: Literal["online", "offline"] | None):
         return wandb.init(
-            project=config.wandb.project,
-            name=config.recipe,
+            project=settings["wandb"]["project"],
+            name=settings["recipe"],
             id=run_id(folder),
             resume=None if mode == "offline" else "allow",
             dir=folder,
-            config=asdict(config),
+            config=dict(settings),
             mode=mode,
             settings=wandb.Settings(console="off", silent=True, init_timeout=30),
         )
