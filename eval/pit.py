@@ -9,12 +9,21 @@ u. Knows no model. Legend: M places, V vocabulary.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from spectrain.decode.generation import Generation
 from spectrain.metrics import after_cut
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """statistic: the larger, the worse; p_value: its probability where the text is the target's own."""
+
+    statistic: float
+    p_value: float
 
 
 def transform(
@@ -42,27 +51,27 @@ def transform(
     return np.clip(u, 0.0, 1.0)
 
 
-def uniformity(u: np.ndarray) -> tuple[float, float]:
-    """Kolmogorov-Smirnov distance of `u` from uniform, and its p-value by the limit law in Stephens' form."""
+def uniformity(u: np.ndarray) -> Outcome:
+    """Kolmogorov-Smirnov distance of `u` from uniform; the p-value by the limit law in Stephens' form."""
     n, ordered = len(u), np.sort(u)
     above = np.arange(1, n + 1) / n - ordered
     distance = float(max(above.max(), (1 / n - above).max()))
     x = distance * (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n))
     if x < 0.3:  # the series converges slowly there, and the p-value is 1 to four digits
-        return distance, 1.0
+        return Outcome(distance, 1.0)
     series = 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 40))
-    return distance, min(1.0, max(0.0, series))
+    return Outcome(distance, min(1.0, max(0.0, series)))
 
 
-def serial_correlation(texts: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Correlation of successive u within texts as a normal score, and its two-sided p-value."""
+def serial_correlation(texts: Sequence[np.ndarray]) -> Outcome:
+    """Correlation of successive u within texts as a normal score, tested on both sides."""
     products = np.concatenate([(u[:-1] - 0.5) * (u[1:] - 0.5) * 12 for u in texts])
     z = float(products.sum() / math.sqrt(max(1, len(products))))
-    return z, math.erfc(abs(z) / math.sqrt(2))
+    return Outcome(z, math.erfc(abs(z) / math.sqrt(2)))
 
 
-def acceptance(generations: Sequence[Generation]) -> tuple[float, int, float]:
-    """Chi-square of accepted drafts per slot against their analytic probabilities, its freedom and p-value.
+def acceptance(generations: Sequence[Generation]) -> Outcome:
+    """Chi-square of accepted drafts per slot against their analytic probabilities.
 
     Slots whose expected variance is below 5 are pooled, so that the normal limit holds.
     """
@@ -80,9 +89,9 @@ def acceptance(generations: Sequence[Generation]) -> tuple[float, int, float]:
     if variance[rare].sum() > 1e-6:
         cells.append((excess[rare].sum(), variance[rare].sum()))
     elif abs(excess[rare].sum()) > 1e-3:  # nothing is left to chance there
-        return math.inf, len(cells) + 1, 0.0
+        return Outcome(math.inf, 0.0)
     statistic = float(sum(e * e / v for e, v in cells))
-    return statistic, len(cells), chi_square_tail(statistic, len(cells))
+    return Outcome(statistic, chi_square_tail(statistic, len(cells)))
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:

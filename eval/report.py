@@ -1,2 +1,162 @@
-def write_report(run_dir):
-    raise NotImplementedError
+"""report.json, the table on the terminal, report.html and the copy on Weights & Biases.
+
+Everything is computed from what the stages left in the run folder; nothing is decoded again. docs/formats.md
+lists every key of report.json. Knows no model.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spectrain.artifacts import MANIFEST, read_json, write_bytes, write_json
+from spectrain.eval.certificate import CertificateFailed
+from spectrain.eval.records import Text, counters, read_texts
+from spectrain.eval.report_html import page
+from spectrain.eval.report_table import table
+from spectrain.metrics import Number, after_cut, estimate
+from spectrain.record import open_wandb
+
+
+def write_report(run_dir: Path) -> None:
+    """Write report.json and report.html into the run folder and print the table.
+
+    Raises ValueError naming the file if the evaluation is missing, and CertificateFailed after everything is
+    written if decoded text is not the target's.
+    """
+    report = build_report(run_dir)
+    write_json(run_dir / "report.json", report)
+    write_bytes(run_dir / "report.html", page(report, training_lines(run_dir)).encode())
+    print(table(report, colour=sys.stdout.isatty()))
+    print(f"report: {run_dir / 'report.html'}")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    if config["wandb"]["enabled"]:
+        mirror = open_wandb(run_dir, config)
+        mirror.summary.update(scalars(report))
+        mirror.finish()
+    if not report["certificate"]["pass"]:
+        raise CertificateFailed(
+            f"the text is not the target's, so eta is withheld: {failure(report['certificate'])}"
+        )
+
+
+def build_report(run_dir: Path) -> dict[str, Any]:
+    """The content of report.json (docs/formats.md)."""
+    evaluation = run_dir / "eval"
+    if not (evaluation / MANIFEST).exists():
+        raise ValueError(
+            f"{evaluation / MANIFEST}: no finished evaluation; run the eval stage (stages=[eval])"
+        )
+    settings = read_json(evaluation / MANIFEST)["eval"]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    certificate = read_json(evaluation / "certificate" / "certificate.json")
+    runs = [_run(run, evaluation / "runs" / run["name"], settings, certificate) for run in settings["runs"]]
+    stages = read_json(run_dir / "stages.json") if (run_dir / "stages.json").exists() else {}
+    return {
+        "recipe": config["recipe"],
+        "note": config["note"],
+        "target": config["target"]["path"],
+        "drafter": config["drafter"]["family"],
+        **runs[0],
+        "lossless": certificate["pass"],
+        "runs": runs,
+        "certificate": certificate,
+        "training": _training(training_lines(run_dir)),
+        "budget": {name: {"seconds": s["seconds"], "budget_s": s["budget_s"]} for name, s in stages.items()},
+        "provenance": read_json(run_dir / "provenance.json")[-1],
+    }
+
+
+def scalars(report: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of all runs as eval/RUN/NAME, with eval/lossless; what W&B shows."""
+    found = {"eval/lossless": float(report["lossless"])}
+    for run in report["runs"]:
+        for name, number in run.items():
+            if isinstance(number, dict) and number.get("value") is not None:
+                found[f"eval/{run['name']}/{name}"] = number["value"]
+    return found
+
+
+def training_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; none if nothing was trained here."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # a line cut by a kill has no end
+
+
+def failure(certificate: Mapping[str, Any]) -> str:
+    """Why a certificate failed, in words."""
+    reasons = []
+    greedy, sampling = certificate["greedy"], certificate["sampling"]
+    if greedy and not greedy["pass"]:
+        in_runs = sum(run["differences"] for run in greedy["runs"])
+        reasons.append(
+            f"greedy text differs in {greedy['differences']} places in float32 and {in_runs} in the runs"
+        )
+    if sampling and not sampling["pass"]:
+        impossible = sum(len(run["impossible"]) for run in sampling["runs"])
+        reasons.append(f"sampled text has p = {sampling['p_value']:.1e} ({impossible} impossible tokens)")
+    return "; ".join(reasons)
+
+
+def _run(
+    run: Mapping[str, Any], folder: Path, settings: Mapping[str, Any], certificate: Mapping[str, Any]
+) -> dict:
+    texts = read_texts(folder / "texts.jsonl")
+    part = certificate["greedy" if run["temperature"] == 0 else "sampling"]
+    reason = None if certificate["pass"] else f"certificate failed: {failure(certificate)}"
+    categories: dict[str, list[Text]] = {}
+    for text in texts:
+        categories.setdefault(text.category, []).append(text)
+    return {
+        **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
+        "length": run["length"],
+        "nodes": run["nodes"] if run["proposal"] == "tree" else run["length"],
+        **_numbers(texts, run, settings, reason),
+        "categories": {
+            name: _numbers(found, run, settings, reason) for name, found in sorted(categories.items())
+        },
+        "lossless": part["pass"],
+        "samples": read_json(folder / MANIFEST)["samples"],
+    }
+
+
+def _numbers(
+    texts: Sequence[Text], run: Mapping[str, Any], settings: Mapping[str, Any], reason: str | None
+) -> dict:
+    """Every number with its interval, and the counters they are ratios of; `reason` withholds eta."""
+    sums = counters(texts, slots=run["length"])
+    found = estimate(
+        sums,
+        units=[text.unit for text in texts],
+        length=run["length"],
+        resamples=settings["bootstrap"],
+        seed=settings["seed"],
+    )
+    numbers = {k: [asdict(n) for n in v] if isinstance(v, list) else asdict(v) for k, v in found.items()}
+    if reason is not None:
+        numbers["eta"] = {**asdict(Number(None, None, None)), "withheld": reason}
+    total = {name: value[0].tolist() for name, value in vars(sums.pooled()).items()}
+    accepted = [after_cut(record)[0] for text in texts for record in text.speculative.rounds]
+    histogram = [accepted.count(k) for k in range(run["length"] + 1)]
+    return {**numbers, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
+
+
+def _training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not lines:
+        return None
+    evaluated = [line["eval/tau"] for line in lines if "eval/tau" in line]
+    return {
+        "steps": lines[-1]["step"],
+        "passes": lines[-1]["pass"],
+        "tokens": sum(line["train/tokens"] for line in lines),
+        "supervised_rows": sum(sum(line["train/rows"]) for line in lines),
+        "seconds": sum(line["train/time_s"] for line in lines),
+        "loss": lines[-1]["train/loss"],
+        "tau": max(evaluated) if evaluated else None,
+    }

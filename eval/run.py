@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spectrain.eval.report import write_report
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from spectrain.artifacts import MANIFEST, fingerprint, read_json, reuse_or_run, write_json
@@ -30,6 +29,7 @@ from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
 from spectrain.eval.prompts import Prompt, load_prompts, render
 from spectrain.eval.records import Text, read_texts, share, write_texts
+from spectrain.eval.report import write_report
 from spectrain.eval.speed import EngineArm, Pairs
 from spectrain.metrics import after_cut, count, ratios
 from spectrain.target import Target

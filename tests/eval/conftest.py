@@ -12,7 +12,8 @@ from spectrain.testing import byte_tokenizer, tiny_llama
 class Bigram(nn.Module):
     """q of the next token depends on the last one only: what the target says after that token alone.
 
-    A chain is drawn from q; a tree of depth d has top_k siblings at each level below the best one of the level before.
+    A chain is drawn from q; a tree of depth d has top_k siblings at each level below the best one of the
+    level before.
     """
 
     taps: tuple[int, ...] = ()
@@ -69,7 +70,9 @@ class BigramDrafting:
             parent, token = len(tokens), best[0]
             tokens += best
             self.steps += 1
-        return Proposal(torch.tensor(tokens), tuple(parents), ranked=self._ranked([self.roots[request][0], *tokens]))
+        return Proposal(
+            torch.tensor(tokens), tuple(parents), ranked=self._ranked([self.roots[request][0], *tokens])
+        )
 
     def _ranked(self, tokens: list[int]) -> torch.Tensor:
         return self.logits_VV[tokens].sort(descending=True, stable=True).indices[:, :20]
@@ -77,7 +80,15 @@ class BigramDrafting:
 
 @pytest.fixture(scope="session")
 def target() -> Target:
-    return Target(tiny_llama(layers=2), byte_tokenizer(), path="tiny")
+    """Large embeddings and weak attention, so that the last token tells much of the next one: alpha about
+    0.5."""
+    model = tiny_llama(layers=2)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+        model.model.embed_tokens.weight.mul_(8)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.5)
+    return Target(model, byte_tokenizer(), path="tiny")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,152 @@
+"""The certificate passes the right engine, fails wrong texts, and excuses only what arithmetic explains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spectrain.config import DecodeRunConfig, EvalConfig
+from spectrain.decode.generation import Generation, Timing
+from spectrain.decode.sampling import Sampling
+from spectrain.eval import certificate
+from spectrain.eval.certificate import Difference, Question, bf16_step, certify, examine, first_difference
+from spectrain.eval.records import Text
+from spectrain.eval.speed import EngineArm
+from spectrain.target import TargetStates
+
+CHAIN = DecodeRunConfig(name="chain", dtype="float32", length=3)
+TREE = replace(CHAIN, name="tree", proposal="tree", law="target_only", nodes=6, top_k=2)
+QUESTIONS = [Question(f"q{i}", (5 + i, 9, 13 * i + 7), 64 * i) for i in range(6)]
+UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
+class Table:
+    """A target that says fixed logits: row t of the table at place t of any text, whatever the tokens."""
+
+    def __init__(self, rows: list[list[float]], dtype=torch.float32):
+        self.rows, self.dtype, self.device = torch.tensor(rows, dtype=dtype), dtype, torch.device("cpu")
+
+    def states(self, ids, positions, layout, *, taps=()):
+        return TargetStates(self.rows[:0], self.rows[: len(ids)])
+
+    def logits(self, final):
+        return final
+
+
+def text(*ids: int) -> Generation:
+    return Generation((0,), ids, "length")
+
+
+def decoded(target, drafter, run: DecodeRunConfig, tokens: int = 40, **changes) -> list[Generation]:
+    arm = EngineArm(target, drafter, replace(run, **changes), tokens, 4, seed=3, record_orders=True)
+    return arm.decode([q.ids for q in QUESTIONS], [q.key for q in QUESTIONS])[0]
+
+
+@pytest.mark.case("O-X09")
+def test_a_bfloat16_tie_is_told_from_a_real_difference():
+    assert bf16_step(10.03) == 0.0625
+    rows = torch.tensor([[10.0, 10.03]])
+    assert rows.argmax() == 1 and rows.bfloat16().argmax() == 0
+    for gap, is_tie in ((0.03, True), (0.5, False)):
+        found = first_difference(Table([[10.0, 10.0 + gap]]), "q", text(1), text(0), dtype="bfloat16")
+        assert found.margin == pytest.approx(gap, abs=1e-5)
+        assert found.is_tie == is_tie
+
+
+@pytest.mark.case("O-X09")
+def test_in_float32_only_a_gap_below_a_ten_thousandth_is_excused():
+    for gap, is_tie in ((5e-5, True), (2e-4, False)):
+        found = first_difference(Table([[1.0, 1.0 + gap]]), "q", text(1), text(0))
+        assert found.is_tie == is_tie
+
+
+def test_a_token_far_below_two_tied_ones_is_no_tie():
+    found = first_difference(Table([[1.0, 1.0, -5.0]]), "q", text(0), text(2))
+    assert found == Difference("q", 0, 0, 2, 6.0, certificate.MARGIN)
+    assert not found.is_tie
+
+
+def test_the_margin_is_taken_at_the_first_difference():
+    rows = [[9.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
+    assert first_difference(Table(rows), "q", text(0, 0, 0), text(0, 1, 1)) == Difference(
+        "q", 1, 0, 1, 2.0, certificate.MARGIN
+    )
+
+
+def test_a_text_that_ends_early_is_a_difference_without_excuse():
+    found = first_difference(Table([[0.0, 0.0]] * 3), "q", text(0, 1, 1), text(0, 1))
+    assert (found.place, found.is_tie) == (2, False)
+
+
+def test_the_right_engine_passes(target, drafter):
+    sampled = [replace(CHAIN, name="chain_t1", temperature=1.0)]
+    sampled += [replace(TREE, name="tree_t1", temperature=1.0, top_p=0.9)]
+    config = EvalConfig(
+        runs=[CHAIN, TREE, *sampled],
+        max_new_tokens=60,
+        greedy_prompts=4,
+        greedy_tokens=30,
+        sampling_tokens=1500,
+        seed=4,
+    )
+    texts = {
+        run.name: [
+            Text(q.id, "chat", 0, i, a, b, UNTIMED, UNTIMED)
+            for i, (q, a, b) in enumerate(
+                zip(QUESTIONS, decoded(target, drafter, run), decoded(target, None, run), strict=True)
+            )
+        ]
+        for run in (CHAIN, TREE)
+    }
+    found = certify(target, drafter, QUESTIONS, config, texts)
+    greedy, sampling = found["greedy"], found["sampling"]
+    assert found["pass"] and greedy["pass"] and sampling["pass"]
+    assert (greedy["dtype"], greedy["differences"], greedy["ties"]) == ("float32", 0, [])
+    assert greedy["prompts"] == 4 and greedy["tokens"] == 120
+    assert [(r["name"], r["identical"]) for r in greedy["runs"]] == [("chain", 6), ("tree", 6)]
+    assert sampling["tokens"] >= 3000 and sampling["p_value"] > 0.01
+    assert not any(r["impossible"] for r in sampling["runs"])
+    assert all(r["acceptance"]["p_value"] < 1 for r in sampling["runs"])
+    assert found["seconds"] > 0
+
+
+def test_more_prompts_are_taken_where_texts_stop_early(target, drafter, monkeypatch):
+    stop = decoded(target, None, CHAIN)[0].ids[4]
+    monkeypatch.setattr(type(target), "stop_ids", lambda self: (stop,))
+    config = EvalConfig(runs=[CHAIN], greedy_prompts=1, greedy_tokens=30)
+    found = certify(target, drafter, QUESTIONS, config, {"chain": []})["greedy"]
+    assert found["prompts"] > 1 and found["pass"]
+
+
+def test_a_wrong_greedy_text_fails(target, drafter):
+    plain = decoded(target, None, CHAIN)[0]
+    wrong = replace(plain, ids=(*plain.ids[:10], (plain.ids[10] + 1) % 260, *plain.ids[11:]))
+    found = first_difference(target, "q", plain, wrong)
+    assert (found.place, found.is_tie) == (10, False)
+    assert [d.place for d in certificate.not_argmax(target, "q", wrong)][0] == 10
+
+
+def test_a_target_that_skips_its_filter_emits_impossible_tokens(target, drafter):
+    texts = decoded(target, drafter, CHAIN, 60, temperature=1.0)
+    found = examine(target, texts, [q.id for q in QUESTIONS], Sampling(temperature=1.0, top_p=0.5))
+    assert found["p_value"] == 0.0 and found["impossible"]
+
+
+def test_another_temperature_is_caught(target, drafter):
+    texts = decoded(target, drafter, CHAIN, 400, temperature=1.5)
+    names = [q.id for q in QUESTIONS]
+    assert examine(target, texts, names, Sampling(temperature=1.5))["p_value"] > 0.01
+    assert examine(target, texts, names, Sampling(temperature=1.0))["p_value"] < 1e-4
+
+
+def test_a_token_at_the_edge_of_a_filter_is_listed_and_not_failed():
+    law = torch.tensor([0.5, 0.3, 0.1999, 0.0001])
+    logits = law.log()
+    edge = Sampling(temperature=1.0, top_p=0.7995)
+    assert sum(edge.law(logits[None])[0] > 0) == 2
+    assert certificate.near_boundary(logits, 2, edge)
+    assert not certificate.near_boundary(logits, 3, edge)
+    assert not certificate.near_boundary(logits, 2, Sampling(temperature=1.0, top_p=0.79))
+    tied = torch.tensor([0.5, 0.2502, 0.2498, 0.0]).log()
+    assert certificate.near_boundary(tied, 2, Sampling(temperature=1.0, top_k=2))
+    assert not certificate.near_boundary(logits, 2, Sampling(temperature=1.0, top_k=2))
