@@ -143,6 +143,12 @@ def shuffled(count: int, seed: int, pass_number: int) -> list[int]:
     return np.argsort(bits, kind="stable").tolist()
 
 
+def step_seed(seed: int, step: int, process: int) -> int:
+    """The random state of a step depends on its place alone, so a resumed run draws what the first would have
+    drawn."""
+    return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0] >> 1)
+
+
 def deal(
     samples: Sequence[int], lengths: Sequence[int], micro_tokens: int, processes: int
 ) -> list[list[list[int]]]:

@@ -12,6 +12,7 @@ pickled. Knows no loop and no family: a family's module is imported by its name.
 """
 
 import importlib
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -25,12 +26,15 @@ from torch import nn
 from spectrain import __version__
 from spectrain.artifacts import MANIFEST, hash_file, read_json, read_tensors, write_json, write_tensors
 from spectrain.compose import families
-from spectrain.config import choose
+from spectrain.config import RunConfig, choose
 from spectrain.optim import load_optimizer, optimizer_tensors, trainable
 from spectrain.target import Target
 
 FILES = ("drafter.safetensors", "kept_ids.safetensors", "config.json", "optimizer.safetensors", "state.json")
 IDENTITY = ("config", "weights", "tokenizer")  # of a target's fingerprint; its dtype may differ
+
+# Settings that do not shape the weights, so that a resumed run may change them.
+NO_EFFECT = ("save_every", "keep", "eval_every", "eval_prompts", "skip_bad", "max_bad_fraction")
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +158,25 @@ def _prune(run_folder: Path, keep: int) -> None:
                 folder / MANIFEST
             ).unlink()  # first, so that a kill in between leaves no half checkpoint that looks whole
             shutil.rmtree(folder)
+
+
+def settings(config: RunConfig, target: Mapping[str, str], samples: str) -> dict[str, Any]:
+    """Everything that decides the weights, by config key; `samples` is a hash of what is trained on."""
+    train = {f"train.{key}": value for key, value in asdict(config.train).items() if key not in NO_EFFECT}
+    drafter = {f"drafter.{key}": value for key, value in asdict(config.drafter).items()}
+    objective = {f"objective.{key}": value for key, value in asdict(config.objective).items()}
+    values = train | drafter | objective | {"target": dict(target), "samples": samples}
+    return json.loads(json.dumps(values))  # as a checkpoint gives them back
+
+
+def check_settings(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ValueError naming every key whose value in a checkpoint is not that of this run."""
+    changed = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    if changed:
+        listed = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in changed)
+        raise ValueError(
+            f"{folder}: trained with other settings ({listed}): choose another run_dir or delete checkpoints/"
+        )
 
 
 def read_checked(folder: Path, name: str) -> dict[str, torch.Tensor]:
