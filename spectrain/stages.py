@@ -142,9 +142,10 @@ def train(road: Road) -> None:
     from spectrain.features import FeatureStore
     from spectrain.train import train
 
-    config, target = road.config, road.target(road.config.target.dtype)
+    config = road.config
     stored = config.train.features == "stored"
     store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
+    target = road.target(config.target.dtype)
     train(
         config,
         target,
