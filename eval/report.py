@@ -153,7 +153,7 @@ def _training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     evaluated = [line["eval/tau"] for line in lines if "eval/tau" in line]
     return {
         "steps": lines[-1]["step"],
-        "passes": lines[-1]["pass"],
+        "passes": lines[-1]["pass"] + 1,
         "tokens": sum(line["train/tokens"] for line in lines),
         "supervised_rows": sum(sum(line["train/rows"]) for line in lines),
         "seconds": sum(line["train/time_s"] for line in lines),
