@@ -47,14 +47,15 @@ class Proposal:
     """A tree of draft tokens of one request; a chain has parents (-1, 0, 1, ..).
 
     tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are distinct.
-    q: float32 [N, V], row i = the law that token i was drawn from, or None where tokens were chosen, not drawn.
+    q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from; None where tokens were chosen, not
+    drawn.
     ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next tokens there by
     descending q, or -1 where the drafter was not asked. It orders the certificate's test and never depends on a draw.
     """
 
     tokens: torch.Tensor
     parents: tuple[int, ...]
-    q: torch.Tensor | None = None
+    q: torch.Tensor | Sequence[torch.Tensor] | None = None
     ranked: torch.Tensor | None = None
 
 
@@ -81,7 +82,12 @@ class Sampler(Protocol):
         """q, float32 [M, V], from the drafter's logits over the target vocabulary."""
 
     def draw(
-        self, law_MV: torch.Tensor, *, requests: Sequence[int], root_positions: Sequence[int], slots: Sequence[int]
+        self,
+        law_MV: torch.Tensor,
+        *,
+        requests: Sequence[int],
+        root_positions: Sequence[int],
+        slots: Sequence[int],
     ) -> list[int]:
         """A token from each row of `law_MV` by the draft stream of its (request, root position, slot)."""
 

@@ -18,6 +18,7 @@ from spectrain.config import at_least, choose
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import LAWS, check_proposal, verify
+from spectrain.kernels.likeliest import CACHED
 from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
 
@@ -119,7 +120,7 @@ def clamp(proposal: Proposal, depth: int) -> Proposal:
     return Proposal(
         tokens=proposal.tokens[kept],
         parents=tuple(number[proposal.parents[node]] for node in kept),
-        q=None if proposal.q is None else proposal.q[kept],
+        q=None if proposal.q is None else [proposal.q[node] for node in kept],
         ranked=None if proposal.ranked is None else proposal.ranked[[0, *(node + 1 for node in kept)]],
     )
 
@@ -276,8 +277,16 @@ class _Engine:
             rows = [bases[i] + node + 1 for i, node in zip(which, nodes, strict=True)]
             return self._law(logits if len(rows) == len(logits) else logits[rows], [places[i] for i in which])
 
+        # Some requests at a time, so that their laws stay in a CPU's cache.
+        at_once = max(1, CACHED // self.target.vocab_size) if device.type == "cpu" else len(places)
         verdicts = verify(
-            proposals, laws, law=self.law, streams=self.streams, requests=places, root_positions=roots
+            proposals,
+            laws,
+            law=self.law,
+            streams=self.streams,
+            requests=places,
+            root_positions=roots,
+            at_once=at_once,
         )
         paths, observations = [], []
         for i, (place, text, verdict) in enumerate(zip(places, texts, verdicts, strict=True)):

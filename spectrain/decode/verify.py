@@ -19,6 +19,7 @@ from spectrain.decode.sampling import BONUS, RESIDUAL, Streams
 from spectrain.proposal import Proposal, Verdict
 
 LAWS = ("rejection", "target_only")
+Laws = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 ROUNDING = 1e-13  # a smaller rest beside the children's mass is rounding: they hold all of it
 
 
@@ -86,20 +87,29 @@ class _Walk:
 
 def verify(
     proposals: Sequence[Proposal],
-    laws: Callable[[Sequence[int], Sequence[int]], torch.Tensor],
+    laws: Laws,
     *,
     law: str,
     streams: Streams,
     requests: Sequence[int],
     root_positions: Sequence[int],
+    at_once: int | None = None,
 ) -> list[Verdict]:
     """One verdict per proposal, all checked by `check_proposal`.
 
     laws(indices, nodes) gives p, float32 [R, V], of proposals `indices` at `nodes` (-1: the root); only
-    reached nodes are asked for. requests and root_positions key the random numbers.
+    reached nodes are asked for. requests and root_positions key the random numbers. at_once: requests that
+    walk together (None: all), a matter of memory and speed alone.
     """
     walks = [_Walk(*each) for each in zip(proposals, requests, root_positions, strict=True)]
-    live = list(range(len(walks)))
+    size = at_once or len(walks)
+    for first in range(0, len(walks), size):
+        _run(walks, list(range(first, min(first + size, len(walks)))), laws, law, streams)
+    return [Verdict(tuple(walk.path), walk.bonus, tuple(walk.alphas)) for walk in walks]
+
+
+def _run(walks: Sequence[_Walk], live: list[int], laws: Laws, law: str, streams: Streams) -> None:
+    """Take the walks numbered `live` to their ends, level by level."""
     while live:
         p_RV = laws(live, [walks[i].node for i in live])
         leaves = [row for row, i in enumerate(live) if not walks[i].offered]
@@ -111,7 +121,6 @@ def verify(
             offered_RV = p_RV[inner] if leaves else p_RV
             moved = _descend([walks[live[row]] for row in inner], offered_RV, law, streams)
         live = [live[row] for row, went_on in zip(inner, moved, strict=True) if went_on]
-    return [Verdict(tuple(walk.path), walk.bonus, tuple(walk.alphas)) for walk in walks]
 
 
 def _draw(walks: Sequence[_Walk], law_RV: torch.Tensor, streams: Streams, purpose: int) -> None:
@@ -146,17 +155,16 @@ def _descend(walks: Sequence[_Walk], p_RV: torch.Tensor, law: str, streams: Stre
     moved = [walk.choose(row, streams) for walk, row in zip(walks, chances, strict=True)]
     rows = [row for row, went_on in enumerate(moved) if not went_on]
     if rows:
-        p_RV = p_RV[rows]
+        residual_RV = p_RV[rows]
         if q_RV is None:
-            residual_RV = p_RV.clone()
             for row, i in enumerate(rows):
                 residual_RV[row, offered[i]] = 0
         else:
             q_RV = q_RV[rows].double() / q_sums[rows, None]
-            residual_RV = (p_RV.double() / p_sums[rows, None] - q_RV).clamp_(min=0)
-        # Nothing is left where the coin's refusal was rounding; then any draw from p will do.
+            residual_RV = (residual_RV.double() / p_sums[rows, None] - q_RV).clamp_(min=0)
         empty = residual_RV.sum(-1, keepdim=True) <= 0
-        residual_RV = torch.where(empty, p_RV, residual_RV)
+        if empty.any():  # the coin's refusal was rounding, so any draw from p will do
+            residual_RV = torch.where(empty, p_RV[rows], residual_RV)
         _draw([walks[row] for row in rows], residual_RV, streams, RESIDUAL)
     return moved
 

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from spectrain.kernels.likeliest import in_cache, likeliest
 from spectrain.proposal import Plan, Proposal, Sampler
 
 
@@ -53,35 +54,40 @@ def grow(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler
 
 
 def _chains(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+    R = len(requests)
     roots = [] if sampler.greedy else stepper.root_positions(requests)
     logits = stepper.root_logits(requests)
-    tokens: list[list[int]] = []
-    laws, ranked = [], []
+    tokens: list[list[int]] = []  # one list per slot
+    laws: list[list[torch.Tensor]] = [[] for _ in requests]
+    ranked = []
     for slot in range(plan.length):
         if slot:
             newest = torch.tensor(tokens[-1], device=logits.device)
-            logits = stepper.step(requests, [slot - 2] * len(requests), newest)
+            logits = stepper.step(requests, [slot - 2] * R, newest)
         if plan.ranked:
             ranked.append(_likeliest(stepper, logits, plan.ranked)[0])
         if sampler.greedy:
             tokens.append(stepper.kept_ids[sampler.best(logits)].tolist())
-        else:
-            laws.append(sampler.draft_law(_scattered(stepper, logits)))
-            slots = [slot] * len(requests)
-            tokens.append(sampler.draw(laws[-1], requests=requests, root_positions=roots, slots=slots))
-    tokens_RN = torch.tensor(tokens).T
-    q_RNV = torch.stack(laws, 1) if laws else None
+            continue
+        tokens.append([])
+        for part in in_cache(logits):
+            some = slice(len(tokens[-1]), len(tokens[-1]) + len(part))
+            law = sampler.draft_law(_scattered(stepper, part))
+            keys = {"requests": requests[some], "root_positions": roots[some], "slots": [slot] * len(part)}
+            tokens[-1] += sampler.draw(law, **keys)
+            for request, row in zip(laws[some], law, strict=True):
+                request.append(row)
     if plan.ranked:
         ranked.append(np.full_like(ranked[0], -1))
-        ranked_RNM = torch.from_numpy(np.stack(ranked, 1))
+    parents = tuple(range(-1, plan.length - 1))
     return [
         Proposal(
-            tokens=tokens_RN[r],
-            parents=tuple(range(-1, plan.length - 1)),
-            q=None if q_RNV is None else q_RNV[r],
-            ranked=ranked_RNM[r] if plan.ranked else None,
+            tokens=torch.tensor([column[r] for column in tokens]),
+            parents=parents,
+            q=laws[r] or None,
+            ranked=torch.from_numpy(np.stack([rows[r] for rows in ranked])) if plan.ranked else None,
         )
-        for r in range(len(requests))
+        for r in range(R)
     ]
 
 
@@ -160,14 +166,9 @@ def _proposal(pool: _Pool, r: int, kept: np.ndarray, ranked: np.ndarray | None) 
 
 
 def _likeliest(stepper: Stepper, logits_MW: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` likeliest target ids of each row, [M, count], and their log-probability in float32, never
-    above 0."""
-    scores = logits_MW.float()
-    top = scores.topk(min(count, scores.shape[1]), -1)
-    logq = (top.values - scores.logsumexp(-1, keepdim=True)).clamp_(max=0)
-    if logq.isnan().any():
-        raise ValueError("the drafter's logits are not finite: NaN, inf, or nothing but -inf in a row")
-    return stepper.kept_ids[top.indices].cpu().numpy(), logq.cpu().numpy()
+    """The likeliest target ids of each row, at most `count`, and their log-probability in float32."""
+    columns, logq = likeliest(logits_MW, min(count, logits_MW.shape[1]))
+    return stepper.kept_ids[columns].cpu().numpy(), logq.cpu().numpy()
 
 
 def _scattered(stepper: Stepper, logits_MW: torch.Tensor) -> torch.Tensor:

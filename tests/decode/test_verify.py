@@ -12,7 +12,7 @@ from spectrain.proposal import Proposal
 
 
 class Enumeration(Streams):
-    """Streams that follow a script of outcomes; they record each one's probability and what else was possible."""
+    """Streams that follow a script of outcomes; they record each one's probability and the alternatives."""
 
     def __init__(self, script):
         super().__init__(Sampling(temperature=1.0), [0])

@@ -86,7 +86,9 @@ def test_a_sampled_chain_returns_the_laws_it_was_drawn_from():
     sampler = Draws()
     (proposal,) = grow(stepper, [2], Plan("chain", 2), sampler)
     assert proposal.tokens.tolist() == [3, 3]
-    torch.testing.assert_close(proposal.q, torch.tensor([[0, 0.5, 0, 0.5, 0], [0, 0.9, 0, 0.1, 0]]))
+    torch.testing.assert_close(
+        torch.stack(proposal.q), torch.tensor([[0, 0.5, 0, 0.5, 0], [0, 0.9, 0, 0.1, 0]])
+    )
     assert sampler.keys == [(2, 12, 0), (2, 12, 1)]
 
 
