@@ -14,7 +14,7 @@ from spectrain.artifacts import MANIFEST, read_json
 from spectrain.capture import capture, capture_batch, reject_bad
 from spectrain.data.packing import pack
 from spectrain.features import FeatureBatch, FeatureStore
-from spectrain.target import Target, TargetStates
+from spectrain.target import Target, TargetStates, packed_layout
 from spectrain.testing import ladder_llama, make_sample, random_samples, tiny_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +76,20 @@ def test_a_teacher_without_the_final_norm_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="teacher logits differ from the model's own"):
         run_capture(target, random_samples(2), tmp_path / "features")
     assert not (tmp_path / "features").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_attention_that_is_not_the_models_own_is_refused_in_either_dtype(dtype, monkeypatch):
+    target = Target(tiny_llama().to(dtype))
+    assert target.self_test() == 0.0
+    attend = packed_layout.attend
+
+    def too_sharp(self, *arguments, scale, **settings):
+        return attend(self, *arguments, scale=1.5 * scale, **settings)
+
+    monkeypatch.setattr(packed_layout, "attend", too_sharp)
+    with pytest.raises(ValueError, match=r"0.self_attn differs from eager attention by 0\.\d+ of its output"):
+        target.self_test()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
