@@ -1,17 +1,20 @@
-"""Divergence between a drafter's and the target's law straight from states and heads, gradients formed in the forward.
+"""Divergence between a drafter's and the target's law straight from states and heads, with its gradients.
 
     x_r = W z_r                       drafter logits over the W kept ids,  q = softmax(x)
-    p   = exp(W_target s - lse)       the target's law over its full vocabulary, read at the kept ids; P = sum p <= 1
+    p   = exp(W_target s - lse)       the target's law over its whole vocabulary, at the kept ids; P = sum p
     kl  = sum p/P (log p/P - log q)   reverse_kl = sum q (log q - log p/P)   ce = -log q(label)
     alpha = sum min(p, q)             tv = 1 - alpha      lk_alpha = -log alpha
     lk_lambda = w kl + (1 - w) tv,    w = exp(-decay * alpha), w without gradient
 
-Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never stored for more than
-a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot by slot inside a chunk of target rows.
-What can be done on the narrow sides of the products is done there: with c = sum_v (p_v / P) W_v, one row per target row,
+Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never
+stored for more than a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot
+by slot inside a chunk of target rows.
+What can be done on the narrow sides of the products is done there: with c = sum_v (p_v / P) W_v, one row per
+target row,
     sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
-so that kl alone needs no pass over rows x vocabulary besides softmax and alpha.
-Reductions are float32. Knows no family. Sources: Leviathan et al. 2023 (alpha), LK losses as in reference drafters' repositories.
+so that kl alone needs no pass over rows x vocabulary besides softmax and alpha. All is done in the forward.
+Sums have the dtype of z, float32 in training. Knows no family.
+Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881.
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
 
@@ -26,8 +29,8 @@ SMALLEST = 1e-30  # of a probability under a logarithm
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's side. state [M, Dt] after the final norm; lse [M] over the full vocabulary; head [W, Dt], the target's
-    head rows at the kept ids; adjust: the target's own scaling and soft cap of raw logits."""
+    """The target's side. state [M, Dt] after the final norm; lse [M] over the full vocabulary; head [W, Dt],
+    the target's head rows at the kept ids; adjust: the target's own scaling and soft cap of raw logits."""
 
     state: torch.Tensor
     lse: torch.Tensor
@@ -35,8 +38,8 @@ class Teacher:
     adjust: object = None
 
     def logits(self, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
-        """log p at the kept ids for target rows first .. last - 1, float32 [n, W], written to `out`."""
-        out = torch.mm(self.state[first:last].float(), self.head.t(), out=out)
+        """log p at the kept ids for target rows first .. last - 1, [n, W], written to `out`."""
+        out = torch.mm(self.state[first:last].to(out.dtype), self.head.t(), out=out)
         out = out if self.adjust is None else self.adjust(out)
         return out.sub_(self.lse[first:last, None])
 
@@ -44,7 +47,8 @@ class Teacher:
 @dataclass(frozen=True)
 class Plan:
     """Rows in the order of work. order [R]: slot-major within chunks of target rows; blocks: for each chunk
-    (first target row, last, [(slot, start, stop) into `order`]); local [R]: target row of each ordered row."""
+    (first target row, last, [(slot, start, stop) into `order`]); local [R]: target row of each ordered
+    row."""
 
     order: torch.Tensor
     local: torch.Tensor
@@ -52,7 +56,8 @@ class Plan:
 
 
 def plan_rows(source_R: torch.Tensor, slot_R: torch.Tensor, num_sources: int, chunk: int) -> Plan:
-    """Order rows by (chunk of target rows, slot, target row). source_R: index of each row's target row, 0 .. M - 1."""
+    """Order rows by (chunk of target rows, slot, target row). source_R: index of each row's target row, 0 ..
+    M - 1."""
     num_slots = int(slot_R.max()) + 1
     group = torch.div(source_R, chunk, rounding_mode="floor") * num_slots + slot_R
     order = torch.argsort(group * num_sources + source_R)
@@ -84,15 +89,16 @@ def linear_divergence(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Weighted sum of divergences over rows, with statistics per row.
 
-    z_RD float32; source_R index into the teacher's M rows; weights: term -> [R] (0 = not counted), already divided by
-    counts; label_R: index into the kept ids, -1 where the label is not kept (then its ce weight must be 0);
-    top1_M: index of the target's arg-max in the kept ids, -1 where not kept.
-    Returns the scalar loss and {"alpha", "agree", "loss"}, float32 [R] without gradient (loss: the row's share).
+    z_RD float32, or float64 where the heads are; source_R index into the teacher's M rows; weights: term ->
+    [R] (0 = not counted), already divided by counts; label_R: index into the kept ids, -1 where the label is
+    not kept (then its ce weight must be 0); top1_M: index of the target's arg-max in the kept ids, -1 where
+    not kept.
+    Returns the scalar loss and {"alpha", "agree", "loss"}, [R] without gradient (loss: the row's share).
     """
     assert set(weights) <= set(TERMS), f"terms {sorted(weights)}"
     plan = plan_rows(source_R, slot_R, len(teacher.state), chunk)
     order = plan.order
-    stats = {name: torch.empty(len(order)) for name in ("alpha", "agree", "loss")}
+    stats = {name: torch.empty(len(order), dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
     ordered = {term: w[order] for term, w in weights.items()}
     labels = None if label_R is None else label_R[order]
     args = (plan, teacher, ordered, labels, top1_M, lambda_decay, stats)
@@ -125,7 +131,7 @@ class _LinearDivergence(torch.autograd.Function):
                 buffers=buffers,
             )
             best = chunk.softmax()
-            stats["agree"][here] = 0.0 if top1 is None else (best == top1[first:last][chunk.local]).float()
+            stats["agree"][here] = 0.0 if top1 is None else best == top1[first:last][chunk.local]
             stats["alpha"][here] = chunk.alpha = chunk.overlap()
             stats["loss"][here] = chunk.loss_and_gradient(decay, dz[here], dhead)
         ctx.save_for_backward(dz, dhead)
@@ -144,7 +150,7 @@ class _TeacherRows:
     def __init__(self, teacher: Teacher, first: int, last: int, head_WD: torch.Tensor, buffer: torch.Tensor):
         log_p = teacher.logits(first, last, buffer[: last - first])
         p = log_p.exp()
-        self.mass = p.sum(-1)
+        self.mass = p.sum(-1).clamp(min=SMALLEST)
         self.p = p
         self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
         self.mean_row = (p @ head_WD).div_(self.mass[:, None])
@@ -152,8 +158,9 @@ class _TeacherRows:
 
 @dataclass
 class _Chunk:
-    """All rows of one chunk. z [m, D]; local [m] target row of each; slots: row ranges with one slot each; buffers: scratch
-    of [most rows, W]. x holds the logits, then q, then what multiplies the head for the gradient."""
+    """All rows of one chunk. z [m, D]; local [m] target row of each; slots: row ranges with one slot each;
+    buffers: scratch of [most rows, W]. x holds the logits, then q, then what multiplies the head for the
+    gradient."""
 
     z: torch.Tensor
     head: torch.Tensor
@@ -184,12 +191,13 @@ class _Chunk:
         return torch.index_select(p, 0, local, out=self.buffers[2][: stop - start])
 
     def overlap(self) -> torch.Tensor:
-        """sum min(p, q) = (P + 1 - |q - p|_1) / 2 for each row."""
-        distance = torch.empty(len(self.x), dtype=self.x.dtype, device=self.x.device)
+        """sum min(p, q) of each row; the equal 1 - |q - p| / 2 loses its digits where alpha is small."""
+        alpha = torch.empty_like(self.lse)
         for start, stop in self.slots:
-            gap = torch.sub(self.x[start:stop], self.law(start, stop), out=self.buffers[3][: stop - start])
-            torch.linalg.vector_norm(gap, ord=1, dim=-1, out=distance[start:stop])
-        return (0.5 * (self.teacher.mass[self.local] + 1 - distance)).clamp_(min=0)
+            both = self.buffers[3][: stop - start]
+            torch.minimum(self.x[start:stop], self.law(start, stop), out=both)
+            torch.sum(both, -1, out=alpha[start:stop])
+        return alpha
 
     def loss_and_gradient(self, decay: float, dz: torch.Tensor, dhead: torch.Tensor | None) -> torch.Tensor:
         """Weighted loss of each row [m]; fills dz [m, D] and adds to dhead."""
@@ -218,7 +226,8 @@ class _Chunk:
         return loss
 
     def _coefficients(self, decay: float):
-        """Coefficients [m] of the kl and the tv gradient (None where no term needs it), and the loss of their terms."""
+        """Coefficients [m] of the kl and the tv gradient (None where no term needs it), and the loss of their
+        terms."""
         weights, alpha, local = self.weights, self.alpha, self.local
         zero = torch.zeros_like(alpha)
         kl = self.teacher.negative_entropy[local] + self.lse - (self.teacher.mean_row[local] * self.z).sum(-1)
@@ -239,7 +248,8 @@ class _Chunk:
         return kl_w, tv_w, loss
 
     def _wide(self, softmax_w: torch.Tensor, tv_w: torch.Tensor | None) -> torch.Tensor:
-        """x <- softmax_w q + tv_w d(1 - alpha)/dx + reverse_kl's gradient, row by row; returns reverse_kl's loss [m].
+        """x <- softmax_w q + tv_w d(1 - alpha)/dx + reverse_kl's gradient, row by row; returns reverse_kl's
+        loss [m].
 
         d alpha / dx_v = q_v ([q_v < p_v] - sum_u q_u [q_u < p_u]);
         d reverse_kl / dx_v = q_v (g_v - sum_u q_u g_u), g = log q - log p/P.
@@ -256,7 +266,7 @@ class _Chunk:
                 extra = (g - value[:, None]) * q * weight[:, None]
                 loss[start:stop] = weight * value
             if tv_w is not None:
-                below = torch.lt(q, p).float().mul_(q)
+                below = torch.lt(q, p).to(q.dtype).mul_(q)
                 scale = scale + tv_w[start:stop] * below.sum(-1)
                 q.mul_(scale[:, None]).sub_(below.mul_(tv_w[start:stop, None]))
             else:
