@@ -271,6 +271,11 @@ class _Engine:
         layout = self.cache.grow(requests, parents)
         ids = torch.tensor(flat, device=device)
         states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
+        if len(self.cache.layers) < self.target.num_layers:
+            raise ValueError(
+                f"target: only {len(self.cache.layers)} of its {self.target.num_layers} layers keep keys and "
+                "values; recurrent and hybrid targets are not supported, their state cannot be rolled back"
+            )
         logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])
 
         def laws(which: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:

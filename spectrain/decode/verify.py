@@ -160,8 +160,8 @@ def _descend(walks: Sequence[_Walk], p_RV: torch.Tensor, law: str, streams: Stre
             for row, i in enumerate(rows):
                 residual_RV[row, offered[i]] = 0
         else:
-            q_RV = q_RV[rows].double() / q_sums[rows, None]
-            residual_RV = (residual_RV.double() / p_sums[rows, None] - q_RV).clamp_(min=0)
+            q_RV = q_RV[rows].double().div_(q_sums[rows, None])
+            residual_RV = residual_RV.double().div_(p_sums[rows, None]).sub_(q_RV).clamp_(min=0)
         empty = residual_RV.sum(-1, keepdim=True) <= 0
         if empty.any():  # the coin's refusal was rounding, so any draw from p will do
             residual_RV = torch.where(empty, p_RV[rows], residual_RV)
