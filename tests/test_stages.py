@@ -1,0 +1,145 @@
+"""The whole road on a tiny Qwen3-shaped target: what each stage leaves, what is reused, what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from spectrain import __main__ as command
+from spectrain.artifacts import read_json
+from spectrain.testing import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with a target, a corpus of 40 conversations and 6 prompts of two categories."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    with open(folder / "corpus.jsonl", "w") as file:
+        for i in range(40):
+            answer = " ".join(map(str, range(i % 12 + 2)))
+            turns = [{"role": "user", "content": f"count to {i}"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    with open(folder / "prompts.jsonl", "w") as file:
+        for i in range(6):
+            file.write(json.dumps({"id": f"p{i}", "category": "ab"[i % 2], "turns": [f"say {i}"]}) + "\n")
+    return folder
+
+
+def spectrain(inputs, run_dir, *words):
+    """The README's third command, made small; returns the exit code."""
+    return command.main(
+        [
+            "recipe=eagle3_llama",
+            f"target={inputs}/target",
+            f"corpus.path={inputs}/corpus.jsonl",
+            f"run_dir={run_dir}",
+            "target.dtype=float32",
+            "drafter.draft_vocab=200",
+            "drafter.unroll=2",
+            "train.dtype=float32",
+            "train.features=stored",
+            "train.max_steps=4",
+            "train.batch_tokens=512",
+            "train.micro_tokens=256",
+            "train.eval_prompts=2",
+            f"eval.prompts={inputs}/prompts.jsonl",
+            "eval.max_new_tokens=12",
+            "eval.greedy_prompts=4",
+            "eval.greedy_tokens=12",
+            "eval.sampling_tokens=60",
+            "eval.bootstrap=50",
+            "eval.runs=[{name: chain, length: 3, dtype: float32}]",
+            "wandb.enabled=false",
+            "device=cpu",
+            *words,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """The run folder after every stage."""
+    run_dir = tmp_path_factory.mktemp("runs") / "mine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "silence_libraries", lambda: None)
+        assert spectrain(inputs, run_dir) == 0
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def loud(monkeypatch):
+    """Leave the test process's warnings and loggers as they are."""
+    monkeypatch.setattr(command, "silence_libraries", lambda: None)
+
+
+def test_one_command_on_an_own_model_leaves_every_result(finished):
+    names = {path.name for path in finished.iterdir()}
+    expected = {
+        "config.yaml",
+        "provenance.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "export",
+        "report.json",
+        "report.html",
+    }
+    assert expected <= names
+    assert read_json(finished / "report.json")["lossless"] is True
+
+
+def test_every_stage_leaves_its_seconds_beside_the_budget(finished):
+    stages = read_json(finished / "stages.json")
+    assert list(stages) == ["prepare", "capture", "train", "eval", "export", "report"]
+    assert all(stage["seconds"] >= 0 and stage["budget_s"] is None for stage in stages.values())
+
+
+def test_the_same_command_again_reuses_every_stage(finished, inputs):
+    seconds = {name: stage["seconds"] for name, stage in read_json(finished / "stages.json").items()}
+    assert spectrain(inputs, finished, "stages=[prepare,capture,train,eval,export]") == 0
+    stages = read_json(finished / "stages.json")
+    del stages["report"]
+    assert all(stage["reused"] for stage in stages.values())
+    assert all(stage["seconds"] == seconds[name] for name, stage in stages.items())
+
+
+def test_each_invocation_leaves_its_provenance(finished, inputs):
+    before = read_json(finished / "provenance.json")
+    assert spectrain(inputs, finished, "stages=prepare") == 0
+    entries = read_json(finished / "provenance.json")
+    assert entries[:-1] == before
+    assert entries[-1]["versions"]["torch"] == torch.__version__
+
+
+def test_other_settings_in_a_trained_folder_are_refused_not_mixed(finished, inputs, capsys):
+    assert spectrain(inputs, finished, "stages=train", "train.learning_rate=0.1") == 2
+    message = capsys.readouterr().err
+    assert "trained with other settings (train.learning_rate: 5e-05 there, 0.1 here)" in message
+
+
+def test_a_stage_without_the_one_before_names_it(inputs, tmp_path, capsys):
+    assert spectrain(inputs, tmp_path / "new", "stages=train") == 2
+    folder = tmp_path / "new" / "features"
+    expected = f"error: {folder}: no finished capture there; run the capture stage (stages=[capture])\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_online_training_captures_nothing(inputs, tmp_path):
+    words = ("train.features=online", "stages=[prepare,capture]")
+    assert spectrain(inputs, tmp_path / "online", *words) == 0
+    assert not (tmp_path / "online" / "features").exists()
