@@ -90,25 +90,28 @@ class Road:
             raise ValueError(f"{folder}: not there; run the prepare stage (stages=[prepare,...])")
         return Prepared.load(folder)
 
-    def new_drafter(self, target: Target) -> Any:
-        """A drafter before its training, the same at every call."""
+    @cached_property
+    def kept_ids(self) -> torch.Tensor:
+        """The draft vocabulary, int64 [W], from the tokens that training supervises; 0 keeps every id."""
         from spectrain.drafters.vocab import choose_kept_ids, coverage
 
-        config, counts = self.config, self.prepared.counts
-        if config.drafter.draft_vocab:
-            kept_ids = choose_kept_ids(
-                counts,
-                config.drafter.draft_vocab,
-                num_tokens=len(target.tokenizer),
-                forced=target.stop_ids(),
-            )
+        target, counts = self.target(self.config.target.dtype), self.prepared.counts
+        size = self.config.drafter.draft_vocab
+        if size:
+            num_tokens, stops = len(target.tokenizer), target.stop_ids()
+            kept_ids = choose_kept_ids(counts, size, num_tokens=num_tokens, forced=stops)
         else:
             kept_ids = torch.arange(target.vocab_size)
         log.info(
             "draft vocabulary: %d of %d ids, %.2f%% of the supervised tokens",
             len(kept_ids), target.vocab_size, 100 * coverage(kept_ids, counts),
         )  # fmt: skip
-        return checkpoint.build_drafter(config.drafter, target, kept_ids, seed=config.train.seed)
+        return kept_ids
+
+    def new_drafter(self, target: Target) -> Any:
+        """A drafter before its training, the same at every call."""
+        config = self.config
+        return checkpoint.build_drafter(config.drafter, target, self.kept_ids, seed=config.train.seed)
 
     def trained_drafter(self, target: Target) -> Any:
         return checkpoint.load_drafter(self.folder, target)
