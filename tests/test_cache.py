@@ -152,6 +152,17 @@ def test_a_tree_grown_level_by_level_equals_the_tree_in_one_call(target):
     torch.testing.assert_close(torch.cat(levels, 1), whole, atol=2e-4, rtol=2e-4)
 
 
+def test_a_window_counts_depth_not_slots(target):
+    """A branch of 9 nodes beside one twin: its slots are one more than its positions."""
+    cache, tokens = KVCache(1, 32), list(range(20, 30))
+    run(target, [5, 6, 7], cache.extend([0], [3]))
+    cache.commit(0, range(3))
+    states = run(target, tokens, cache.grow([0] * 10, [-1, -1, *range(1, 9)]))
+    torch.testing.assert_close(
+        states[-1], recomputed(target, [5, 6, 7, *tokens[1:]])[-1], atol=2e-4, rtol=2e-4
+    )
+
+
 def test_stale_slots_of_a_lone_chain_may_hold_nan():
     """Without a batch nothing behind the chain is read at all."""
     target = Target(BUILD["mistral"]().float())
