@@ -195,7 +195,7 @@ class Eagle3(nn.Module):
         points = [k + 1 for k in self.taps]
         as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
         if as_is and points[0] == 1:
-            raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 with this target")
+            raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 here")
         shape = self.draft_config.to_dict()
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
