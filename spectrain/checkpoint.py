@@ -27,7 +27,7 @@ from spectrain import __version__
 from spectrain.artifacts import MANIFEST, hash_file, read_json, read_tensors, write_json, write_tensors
 from spectrain.compose import families
 from spectrain.config import RunConfig, choose
-from spectrain.optim import load_optimizer, optimizer_tensors, trainable
+from spectrain.optim import Optimizers, load_optimizer, optimizer_tensors, trainable
 from spectrain.target import Target
 
 FILES = ("drafter.safetensors", "kept_ids.safetensors", "config.json", "optimizer.safetensors", "state.json")
@@ -61,7 +61,7 @@ def step_folder(run_folder: Path, step: int) -> Path:
 def save(
     run_folder: Path,
     drafter: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     state: Mapping[str, Any],
     *,
     target: Mapping[str, str],
@@ -184,7 +184,7 @@ def read_checked(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return read_tensors(folder / name, sha256=read_json(folder / MANIFEST)["files"][name])
 
 
-def restore(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def restore(folder: Path, drafter: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """Load a checkpoint into drafter and optimizer and return its state."""
     load_weights(folder, drafter)
     load_optimizer(drafter, optimizer, read_checked(folder, FILES[3]))

@@ -104,7 +104,13 @@ class TrainConfig:
     """Tokens of one optimizer step, prompts included, over all processes."""
     micro_tokens: int = 8192
     """Most tokens in one packed row, the unit that one process runs at a time."""
+    optimizer: str = "adamw"
+    """adamw, or muon: Muon for the matrices other than the head, AdamW for the rest."""
     learning_rate: float = 1e-3
+    """Of AdamW."""
+    muon_learning_rate: float = 0.02
+    """Of Muon; its updates are scaled to AdamW's size."""
+    muon_momentum: float = 0.95
     warmup_ratio: float = 0.04
     """Share of the steps with rising learning rate."""
     schedule: str = "cosine"
@@ -134,6 +140,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
+        choose("train.optimizer", self.optimizer, ("adamw", "muon"))
         choose("train.features", self.features, ("stored", "online"))
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
         choose("train.schedule", self.schedule, ("cosine", "linear"))

@@ -1,16 +1,20 @@
-"""AdamW over float32 parameters, and the learning rate as a closed form of the optimizer step.
+"""AdamW, or Muon with AdamW, over float32 parameters, and the learning rate as a closed form of the optimizer step.
 
 The parameters are the float32 masters themselves; nothing is kept in bfloat16, where an update below half the
 spacing of the numbers is lost. Knows no data, no loss and no files. Source: Loshchilov and Hutter 2019
-(AdamW).
+(AdamW); Jordan et al. 2024 (Muon), with the update's scale of Liu et al. 2025, "Muon is scalable".
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from spectrain.config import TrainConfig
+
+HEADS = ("lm_head.weight",)  # matrices whose rows are tokens: Muon is for maps between hidden states
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -32,8 +36,32 @@ def trainable(drafter: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(drafter: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices with weight decay, vectors (norms, biases) without.
+class Optimizers:
+    """Several optimizers over disjoint parameters, used as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self.parts = tuple(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
+    """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the matrices other
+    than the head, whose rows are tokens.
 
     Raises ValueError naming a parameter that is not float32.
     """
@@ -43,31 +71,49 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> torch.optim.Adam
             raise ValueError(
                 f"drafter parameter {name} is {parameter.dtype}: expected torch.float32 (train.dtype)"
             )
+    muon = config.optimizer == "muon"
+    turned = [p for name, p in parameters.items() if muon and p.ndim == 2 and name not in HEADS]
+    rest = [p for p in parameters.values() if not any(p is q for q in turned)]
     groups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, "share": 1.0},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "share": 1.0},
     ]
     first, second = config.betas
     kept = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
-    for (
-        parameter
-    ) in parameters.values():  # as its first step would, so that the state is whole from the start
-        optimizer.state[parameter] = {
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
+    ]
+    # as a first step would, so that the state is whole from the start
+    for parameter in rest:
+        parts[0].state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
-    return optimizer
+    if turned:
+        group = {"params": turned, "share": config.muon_learning_rate / config.learning_rate}
+        parts.append(
+            torch.optim.Muon(
+                [group],
+                lr=config.muon_learning_rate,
+                weight_decay=config.weight_decay,
+                momentum=config.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+        for parameter in turned:
+            parts[1].state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return Optimizers(parts)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizers, rate: float) -> None:
+    """Set AdamW's rate to `rate` and Muon's in proportion."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["share"]
 
 
-def optimizer_tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as "parameter name/exp_avg", "/exp_avg_sq" and "/step"."""
+def optimizer_tensors(drafter: nn.Module, optimizer: Optimizers) -> dict[str, torch.Tensor]:
+    """The optimizer's state as "parameter name/exp_avg" and so on."""
     return {
         f"{name}/{key}": value
         for name, parameter in trainable(drafter).items()
@@ -77,7 +123,7 @@ def optimizer_tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 @torch.no_grad()
 def load_optimizer(
-    drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+    drafter: nn.Module, optimizer: Optimizers, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Put tensors of `optimizer_tensors` back; raises ValueError naming one that is missing, unknown or
     misshapen."""
