@@ -231,6 +231,7 @@ class Eagle3Drafting:
         positions = torch.arange(capacity, device=self.qkv.device)
         self.cos, self.sin = drafter.rotary(positions, self.qkv)
         self.states = self.qkv.new_zeros(num_requests, 1, drafter.fc.out_features)
+        self.steps = 0
 
     @torch.no_grad()
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -279,6 +280,7 @@ class Eagle3Drafting:
 
     def _run(self, state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
         """The layer on N rows: their states and the tokens that follow them; states [N, D] out."""
+        self.steps += 1
         layer, attn = self.drafter.midlayer, self.drafter.midlayer.self_attn
         embedded = layer.input_layernorm(self.drafter.embed(ids_N))
         q, k, v = attn.split(F.linear(torch.cat((embedded, layer.hidden_norm(state_ND)), -1), self.qkv))
