@@ -278,6 +278,17 @@ def test_bfloat16_compute_moves_float32_norms(target, tmp_path, caplog, monkeypa
     assert "norm entries that still equal their initial value: 0 of 1" in caplog.text
 
 
+@pytest.mark.case("O-T05")
+def test_bfloat16_and_float32_compute_start_from_the_same_loss_and_train_every_norm(tmp_path):
+    target = Target(tiny_llama().bfloat16())
+    half, _ = train_eagle(target, tmp_path / "half", dtype="bfloat16", features="online")
+    full, _ = train_eagle(target, tmp_path / "full", dtype="float32", features="online")
+    first = [lines(tmp_path / name)[0]["train/loss"] for name in ("half", "full")]
+    assert first[0] == pytest.approx(first[1], rel=1e-2)
+    assert (half.norms_unchanged, half.norms_total) == (0, 128)
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+
+
 def test_a_run_of_the_same_settings_gives_the_same_bytes(target, tmp_path):
     for name in ("a", "b"):
         train_eagle(target, tmp_path / name)
@@ -315,7 +326,7 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(target, tmp_pat
 def run_worker(folder, *arguments, processes=1):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), str(folder), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.case("O-T10")
