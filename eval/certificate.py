@@ -27,7 +27,11 @@ from spectrain.target import Target, packed_layout
 MARGIN = 1e-4
 """Logit gap below which float32 arithmetic may decide a greedy token either way."""
 BF16_STEPS = 4
-"""The same for bfloat16, in units of its step at the largest logit."""
+"""The same for bfloat16, in units of its step at the logit of largest size.
+
+On SmolLM2, calls of one token against calls of six change the gap of the two largest logits by 0.5 steps at
+the median, 2.6 at the 99th percentile and 3 at most (144 places, CPU, 2026-11).
+"""
 BOUNDARY = 1e-3
 """Probability mass within which rounding may move a token across a filter's edge."""
 LEVEL = 1e-4
@@ -276,7 +280,7 @@ def first_difference(
     first, logits = next((f, rows) for f, rows in plain_logits(target, plain) if place < f + len(rows))
     row, a, b = logits[place - first], plain.ids[place], found.ids[place]
     margin = (row.max() - torch.minimum(row[a], row[b])).item()
-    bound = MARGIN if dtype == "float32" else BF16_STEPS * bf16_step(row.max().item())
+    bound = MARGIN if dtype == "float32" else BF16_STEPS * bf16_step(row.abs().max().item())
     return Difference(name, place, a, b, margin, bound)
 
 

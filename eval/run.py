@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from spectrain.artifacts import MANIFEST, fingerprint, read_json, reuse_or_run, write_json
+from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
 from spectrain.eval.prompts import Prompt, load_prompts, render
 from spectrain.eval.records import Text, read_texts, share, write_texts
 from spectrain.eval.report import write_report
-from spectrain.eval.speed import EngineArm, Pairs
+from spectrain.eval.speed import Arms, EngineArm
 from spectrain.metrics import after_cut, count, ratios
 from spectrain.target import Target
 
@@ -60,10 +60,8 @@ def evaluate(
         target = load_target(dtype)
         drafter = load_drafter(target)
         identity = _identity(config, target, drafter)
-        for run in config.eval.runs:
-            if run.dtype == dtype:
-                where = folder / "runs" / run.name
-                texts[run.name] = _decode_run(config, run, target, drafter, prompts, identity, where)
+        for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
+            texts |= _decode_runs(config, runs, target, drafter, prompts, identity, folder / "runs")
         if dtype == "float32":
             passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
         del target, drafter
@@ -93,71 +91,88 @@ def decode_held_out(config: RunConfig, target: Target, drafter: Any) -> dict[str
     }
 
 
-def decode_pairs(
-    pairs: Pairs,
+def decode_in_turns(
+    arms: Arms,
     prompts: Sequence[Prompt],
     *,
     batch: int,
     encode: Callable[[Sequence[str], Sequence[str]], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
     title: str,
-) -> list[Text]:
-    """Every turn of every prompt with both arms, `batch` prompts at a time, after one batch of warm-up that
-    is dropped.
+) -> list[list[Text]]:
+    """Every turn of every prompt with every arm, `batch` prompts at a time; for each arm but the plain one
+    its texts.
 
-    encode: user turns and the answers between them to token ids; decode: token ids to text. Later turns see
-    the plain arm's answers, so that both arms continue the same conversation.
+    One batch of warm-up comes first and is dropped. encode: user turns and the answers between them to token
+    ids; decode: token ids to text. Later turns see the plain arm's answers, so that all arms continue one
+    conversation.
     """
     keys = {prompt.id: TURNS * i for i, prompt in enumerate(prompts)}
     ordered = list(prompts) if batch == 1 else sorted(prompts, key=lambda prompt: prompt.category)
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
-    pairs.decode([encode(p.turns[:1], []) for p in groups[0]], [keys[p.id] for p in groups[0]])
-    texts = []
+    arms.decode([encode(p.turns[:1], []) for p in groups[0]], [keys[p.id] for p in groups[0]])
+    texts: list[list[Text]] = [[] for _ in arms.others]
     for unit, group in enumerate(tqdm(groups, desc=title, unit="prompt" if batch == 1 else "batch")):
         answers: dict[str, list[str]] = {prompt.id: [] for prompt in group}
         for turn in range(max(len(prompt.turns) for prompt in group)):
             asked = [prompt for prompt in group if turn < len(prompt.turns)]
-            plain, plain_time, fast, fast_time = pairs.decode(
+            (plain, plain_time), *others = arms.decode(
                 [encode(p.turns[: turn + 1], answers[p.id]) for p in asked],
                 [keys[p.id] + turn for p in asked],
             )
-            for prompt, a, b in zip(asked, plain, fast, strict=True):
-                answers[prompt.id].append(decode(a.ids))
+            for found, (fast, fast_time) in zip(texts, others, strict=True):
                 timings = share(fast_time, len(asked)), share(plain_time, len(asked))
-                texts.append(Text(prompt.id, prompt.category, turn, unit, b, a, *timings))
+                found += [
+                    Text(prompt.id, prompt.category, turn, unit, a, b, *timings)
+                    for prompt, a, b in zip(asked, fast, plain, strict=True)
+                ]
+            for prompt, text in zip(asked, plain, strict=True):
+                answers[prompt.id].append(decode(text.ids))
     return texts
 
 
-def _decode_run(
+def _decode_runs(
     config: RunConfig,
-    run: DecodeRunConfig,
+    runs: Sequence[DecodeRunConfig],
     target: Target,
     drafter: Any,
     prompts: Sequence[Prompt],
     identity: Mapping[str, Any],
     folder: Path,
-) -> list[Text]:
-    """The texts of one run, decoded now or read back."""
-    limits = (config.eval.max_new_tokens, run.batch, config.eval.seed)
-
-    def make() -> dict[str, Any]:
+) -> dict[str, list[Text]]:
+    """The texts of runs that share a plain baseline, by name: read back, or decoded together where
+    unfinished."""
+    limits = (config.eval.max_new_tokens, runs[0].batch, config.eval.seed)
+    settings = {
+        run.name: {"run": asdict(run), "prompts": [asdict(p) for p in prompts], "limits": limits, **identity}
+        for run in runs
+    }
+    pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
+    for run in runs:
+        if run not in pending:
+            log.info("eval: run %s reused", run.name)
+    if pending:
         began = time.perf_counter()
-        pairs = Pairs(EngineArm(target, None, run, *limits), EngineArm(target, drafter, run, *limits))
-        texts = decode_pairs(
-            pairs,
+        found = decode_in_turns(
+            Arms(
+                EngineArm(target, None, runs[0], *limits),
+                [EngineArm(target, drafter, run, *limits) for run in pending],
+            ),
             prompts,
-            batch=run.batch,
+            batch=runs[0].batch,
             encode=lambda turns, answers: _encode(config, target, turns, answers),
             decode=lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True),
-            title=f"eval {run.name}",
+            title="eval " + ", ".join(run.name for run in pending),
         )
-        write_texts(folder / "texts.jsonl", texts)
-        return {"seconds": time.perf_counter() - began, "samples": _samples(target, prompts, texts)}
-
-    settings = {"run": asdict(run), "prompts": [asdict(p) for p in prompts], "limits": limits, **identity}
-    if reuse_or_run(folder, settings, make):
-        log.info("eval: run %s reused", run.name)
-    return read_texts(folder / "texts.jsonl")
+        seconds = time.perf_counter() - began
+        for run, texts in zip(pending, found, strict=True):
+            write_texts(folder / run.name / "texts.jsonl", texts)
+            mine = settings[run.name]
+            result = {"seconds": seconds, "samples": _samples(target, prompts, texts)}
+            write_json(
+                folder / run.name / MANIFEST, {"fingerprint": fingerprint(mine), "settings": mine, **result}
+            )
+    return {run.name: read_texts(folder / run.name / "texts.jsonl") for run in runs}
 
 
 def _certify(
@@ -245,6 +260,14 @@ def _pieces(tokenizer, text: Generation) -> list[list]:
         pieces.append([so_far[len(shown) :], is_draft])
         shown = so_far
     return pieces
+
+
+def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]:
+    """Runs of one dtype in groups whose plain decoding is the same."""
+    groups: dict[tuple, list[DecodeRunConfig]] = {}
+    for run in runs:
+        groups.setdefault((run.temperature, run.top_k_filter, run.top_p, run.batch), []).append(run)
+    return list(groups.values())
 
 
 def _check_names(config: EvalConfig) -> None:

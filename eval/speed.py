@@ -1,11 +1,11 @@
-"""Speculative against plain decoding: two arms under equal conditions, taken in turns.
+"""Speculative against plain decoding: arms under equal conditions, taken in turns.
 
 A speed-up is only asked for in one process, with the same target, dtype, threads, sampler, batch and limits
 on both sides; anything else is refused. Knows no drafter's insides and no report.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,8 @@ from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
 from spectrain.proposal import Drafter, Plan
 from spectrain.target import Target
+
+UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
 
 
 class Arm(Protocol):
@@ -82,38 +84,45 @@ class EngineArm:
             "device": str(self.target.device),
             "attention": self.target.config._attn_implementation,
             "threads": torch.get_num_threads(),
-            "sampling": asdict(self.sampling),
+            "sampling": asdict(replace(self.sampling, draft_temperature=0.0)),
             "max_new_tokens": self.max_new_tokens,
             "stop_ids": self.target.stop_ids(),
             "batch": self.batch,
         }
 
 
-class Pairs:
-    """Decodes the same prompts with both arms; the first arm alternates, so that drift of the clock hits
-    both."""
+class Arms:
+    """Decodes the same prompts plainly and with every other arm; who is first rotates, so that drift of the
+    clock
+    hits all."""
 
-    def __init__(self, plain: Arm, speculative: Arm):
-        self.plain, self.speculative = plain, speculative
+    def __init__(self, plain: Arm, others: Sequence[Arm]):
+        self.plain, self.others = plain, others
         self._calls = 0
 
     def decode(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
-    ) -> tuple[list[Generation], Timing, list[Generation], Timing]:
-        """Texts and seconds of the plain, then of the speculative arm; ValueError if their conditions
-        differ."""
-        plain, speculative = self.plain.conditions(), self.speculative.conditions()
-        for key in plain.keys() | speculative.keys():
-            if plain.get(key) != speculative.get(key):
-                raise ValueError(
-                    f"eta refused: the two arms differ in {key}: "
-                    f"{plain.get(key)!r} (plain), {speculative.get(key)!r} (speculative)"
-                )
+    ) -> list[tuple[list[Generation], Timing]]:
+        """Texts and seconds of the plain arm, then of the others; ValueError if conditions differ."""
+        for arm in self.others:
+            self._compare(arm)
+        arms = [self.plain, *self.others]
+        results: list[tuple[list[Generation], Timing]] = [([], UNTIMED)] * len(arms)
+        for turn in range(len(arms)):
+            i = (turn + self._calls) % len(arms)
+            texts, timings = arms[i].decode(prompts, keys)
+            results[i] = texts, total(timings)
         self._calls += 1
-        arms = (self.plain, self.speculative) if self._calls % 2 else (self.speculative, self.plain)
-        results = {id(arm): arm.decode(prompts, keys) for arm in arms}
-        (plain_texts, plain_times), (texts, times) = results[id(self.plain)], results[id(self.speculative)]
-        return plain_texts, total(plain_times), texts, total(times)
+        return results
+
+    def _compare(self, arm: Arm) -> None:
+        plain, other = self.plain.conditions(), arm.conditions()
+        for key in plain.keys() | other.keys():
+            if plain.get(key) != other.get(key):
+                raise ValueError(
+                    f"eta refused: the arms differ in {key}: "
+                    f"{plain.get(key)!r} (plain), {other.get(key)!r} (speculative)"
+                )
 
 
 def total(timings: Sequence[Timing]) -> Timing:

@@ -7,8 +7,8 @@ from spectrain.config import DecodeRunConfig
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.records import counters
-from spectrain.eval.run import decode_pairs
-from spectrain.eval.speed import EngineArm, Pairs
+from spectrain.eval.run import decode_in_turns
+from spectrain.eval.speed import Arms, EngineArm
 from spectrain.metrics import ratios
 
 FULL = Round(drafted=3, depth=3, accepted=3, emitted=4, alphas=(1.0, 1.0, 1.0), bonus_cut=False)
@@ -34,10 +34,10 @@ class StopWatch:
 
 def run_pairs(plain_s, fast_s, prompts: int, *, batch: int = 1, mode: str = "eager"):
     log: list[str] = []
-    pairs = Pairs(StopWatch("plain", plain_s, log), StopWatch("speculative", fast_s, log, mode=mode))
+    arms = Arms(StopWatch("plain", plain_s, log), [StopWatch("speculative", fast_s, log, mode=mode)])
     asked = [Prompt(f"p{i}", "chat", ("x",)) for i in range(prompts)]
-    texts = decode_pairs(
-        pairs, asked, batch=batch, encode=lambda *_: [1], decode=lambda ids: "", title="test"
+    [texts] = decode_in_turns(
+        arms, asked, batch=batch, encode=lambda *_: [1], decode=lambda ids: "", title="test"
     )
     return texts, log
 
@@ -65,7 +65,7 @@ def test_arms_in_different_modes_are_refused():
         run_pairs([9.0, 4.0], [12.0, 2.0], 1, mode="compiled")
 
 
-def test_the_arms_take_turns_and_alternate_who_is_first():
+def test_the_arms_take_turns_and_rotate_who_is_first():
     _, log = run_pairs([1.0] * 4, [1.0] * 4, 3)
     assert log == ["plain", "speculative", "speculative", "plain"] * 2
 
@@ -85,19 +85,33 @@ def test_a_later_turn_sees_the_plain_answers():
         return [1]
 
     log: list[str] = []
-    pairs = Pairs(StopWatch("plain", [1.0] * 3, log), StopWatch("speculative", [1.0] * 3, log))
-    texts = decode_pairs(
-        pairs, [Prompt("p", "chat", ("a", "b"))], batch=1, encode=encode, decode=lambda ids: "yes", title="t"
+    arms = Arms(StopWatch("plain", [1.0] * 3, log), [StopWatch("speculative", [1.0] * 3, log)])
+    [texts] = decode_in_turns(
+        arms, [Prompt("p", "chat", ("a", "b"))], batch=1, encode=encode, decode=lambda ids: "yes", title="t"
     )
     assert asked == [(["a"], []), (["a"], []), (["a", "b"], ["yes"])]  # the first is the warm-up
     assert [(t.turn, t.unit) for t in texts] == [(0, 0), (1, 0)]
 
 
-def test_both_arms_of_the_engine_have_equal_conditions(target, drafter):
+def test_one_baseline_serves_several_runs():
+    log: list[str] = []
+    fast = [StopWatch("speculative", [9.0, s], log) for s in (2.0, 1.0)]
+    found = decode_in_turns(
+        Arms(StopWatch("plain", [9.0, 4.0], log), fast),
+        [Prompt("p", "chat", ("x",))],
+        batch=1,
+        encode=lambda *_: [1],
+        decode=lambda ids: "",
+        title="t",
+    )
+    assert [speeds(texts)[2] for texts in found] == [2.0, 4.0]
+
+
+def test_the_arms_of_the_engine_have_equal_conditions(target, drafter):
     run = DecodeRunConfig(name="chain", dtype="float32", length=3)
-    arms = [EngineArm(target, d, run, 8, 1, 0) for d in (None, drafter)]
-    assert arms[0].conditions() == arms[1].conditions()
-    plain, plain_s, fast, fast_s = Pairs(*arms).decode([[5, 9, 13]], [0])
-    assert plain[0].ids == fast[0].ids
-    assert plain_s.steps == 7 and sum(r.emitted for r in fast[0].rounds) == 7
+    plain, fast = (EngineArm(target, d, run, 8, 1, 0) for d in (None, drafter))
+    assert plain.conditions() == fast.conditions()
+    (plain_texts, plain_s), (texts, fast_s) = Arms(plain, [fast]).decode([[5, 9, 13]], [0])
+    assert plain_texts[0].ids == texts[0].ids
+    assert plain_s.steps == 7 and sum(r.emitted for r in texts[0].rounds) == 7
     assert min(plain_s.decode_s, fast_s.decode_s) > 0

@@ -1,0 +1,319 @@
+"""The evaluation on a tiny target: results on disk, reuse, failure, and the report made of them."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spectrain import provenance
+from spectrain.artifacts import write_json
+from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig, WandbConfig
+from spectrain.eval import run as evaluation
+from spectrain.eval.certificate import CertificateFailed
+from spectrain.eval.plots import ticks
+from spectrain.eval.records import read_texts
+from spectrain.eval.report import build_report, scalars, write_report
+from spectrain.eval.report_table import table
+
+DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
+CHAIN = DecodeRunConfig(name="chain", dtype="float32", length=3)
+RUNS = [
+    CHAIN,
+    replace(CHAIN, name="chain_t1", temperature=1.0),
+    replace(CHAIN, name="tree", proposal="tree", law="target_only", nodes=6, top_k=2, batch=2),
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    family: str = "bigram"
+
+
+def settings(folder: Path) -> RunConfig:
+    rows = [
+        {"id": f"{c}-{i}", "category": c, "turns": [f"{c} {i}?", "Why?"][: 1 + i]}
+        for c in "ab"
+        for i in (0, 1)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunConfig(
+        recipe="tiny",
+        note="A demo <of> a report.",
+        drafter=Family(),
+        wandb=WandbConfig(enabled=False),
+        train=TrainConfig(eval_prompts=3),
+        eval=EvalConfig(
+            prompts=str(folder / "prompts.jsonl"),
+            max_new_tokens=24,
+            runs=RUNS,
+            greedy_prompts=3,
+            greedy_tokens=20,
+            sampling_tokens=300,
+            bootstrap=200,
+        ),
+    )
+
+
+def fill(folder: Path, config: RunConfig) -> None:
+    """What the other stages leave in a run folder."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    provenance.append(folder)
+    write_json(folder / "stages.json", {"eval": {"seconds": 1.5, "budget_s": None, "reused": False}})
+    lines = [
+        {
+            "step": s,
+            "pass": 0,
+            "train/loss": 3.0 / s,
+            "train/tokens": 100,
+            "train/rows": [9, 8],
+            "train/time_s": 0.5,
+        }
+        for s in (1, 2, 3)
+    ]
+    lines[-1]["eval/tau"] = 1.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4')
+
+
+def run_evaluation(config: RunConfig, target, drafter, folder: Path) -> None:
+    evaluation.evaluate(config, lambda dtype: target, lambda target: drafter, folder / "eval")
+
+
+@pytest.fixture(scope="module")
+def done(target, drafter, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    config = settings(folder)
+    fill(folder, config)
+    run_evaluation(config, target, drafter, folder)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(done) -> dict:
+    return json.loads((done / "report.json").read_text())
+
+
+def test_every_turn_of_every_prompt_is_decoded_by_both_arms(done):
+    texts = read_texts(done / "eval" / "runs" / "chain" / "texts.jsonl")
+    assert [(t.id, t.turn) for t in texts] == [
+        ("a-0", 0),
+        ("b-0", 0),
+        ("a-1", 0),
+        ("a-1", 1),
+        ("b-1", 0),
+        ("b-1", 1),
+    ]
+    assert [t.unit for t in texts] == [0, 1, 2, 2, 3, 3]
+    assert all(t.speculative.ids == t.plain.ids for t in texts)
+    assert len(texts[3].plain.prompt_ids) > len(texts[2].plain.prompt_ids) + len(texts[2].plain.ids)
+
+
+def test_batched_texts_equal_single_ones(done):
+    single, batched = (
+        {(t.id, t.turn): t.plain.ids for t in read_texts(done / "eval" / "runs" / name / "texts.jsonl")}
+        for name in ("chain", "tree")
+    )
+    assert single == batched
+
+
+def test_the_report_is_the_headline_run_and_holds_all_runs(report):
+    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree"]
+    assert report["tau"] == report["runs"][0]["tau"]
+    assert report["lossless"] and report["certificate"]["pass"]
+    tau, joint = report["tau"]["value"], sum(n["value"] for n in report["joint_k"])
+    assert tau == pytest.approx(1 + joint - report["bonus_cut"]["value"], rel=1e-12)
+    assert report["tau"]["low"] <= tau <= report["tau"]["high"]
+    assert sum(report["accepted_histogram"]) == report["counters"]["rounds"]
+    assert report["eta"]["value"] > 0
+
+
+@pytest.mark.case("O-S08")
+def test_a_demo_says_so_and_shows_how_little_it_has_seen(report, done):
+    training = report["training"]
+    assert (training["tokens"], training["supervised_rows"], training["steps"]) == (300, 51, 3)
+    assert (training["seconds"], training["passes"], training["loss"], training["tau"]) == (1.5, 1, 1.0, 1.5)
+    assert report["note"] == "A demo <of> a report."
+    assert "A demo &lt;of&gt; a report." in (done / "report.html").read_text()
+    assert "trained on 300 tokens" in table(report) and "A demo <of> a report." in table(report)
+
+
+def documented() -> dict[str, set[str]]:
+    """Keys by the heading of their table in docs/formats.md."""
+    found: dict[str, set[str]] = {}
+    for section in DOCS.read_text().split("\n### ")[1:]:
+        section = section.split("\n## ")[0]
+        rows = re.findall(r"^\| (`.*?) \|", section, flags=re.M)
+        found[section.splitlines()[0]] = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
+    return found
+
+
+def test_the_report_has_exactly_the_documented_keys(report):
+    docs = documented()
+    numbers, run = docs["Numbers"], docs["Run"] | docs["Numbers"]
+    certificate, training = report["certificate"], report["training"]
+    assert set(report) == docs["Top level"] | run
+    assert all(set(found) == run for found in report["runs"])
+    assert all(set(found) == numbers for found in report["categories"].values())
+    assert set(report["tau"]) | {"withheld"} == docs["Number"]
+    assert set(report["counters"]) == docs["Counters"]
+    assert set(report["samples"][0]) == docs["Sample"]
+    assert set(certificate) == docs["Certificate"]
+    assert set(certificate["greedy"]) == docs["Greedy"]
+    assert set(certificate["greedy"]["runs"][0]) == docs["Greedy run"]
+    assert set(certificate["sampling"]) == docs["Sampling"]
+    assert set(certificate["sampling"]["runs"][0]) == docs["Sampling run"]
+    assert set(training) == docs["Training"]
+    assert set(report["budget"]["eval"]) == docs["Budget"]
+
+
+def test_what_is_undefined_is_null(done):
+    assert "NaN" not in (done / "report.json").read_text()
+
+
+def test_samples_mark_the_tokens_that_drafts_wrote(report, target, done):
+    text = read_texts(done / "eval" / "runs" / "chain" / "texts.jsonl")[0]
+    sample = report["samples"][0]
+    assert (sample["id"], sample["category"], sample["prompt"]) == ("a-0", "a", "a 0?")
+    written = "".join(piece for piece, _ in sample["pieces"])
+    assert target.tokenizer.decode(text.speculative.ids, skip_special_tokens=True).startswith(written)
+
+
+def test_the_table_fits_a_terminal(report):
+    lines = table(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\033" not in table(report) and "\033[32m" in table(report, colour=True)
+    assert any(line.startswith("chain_t1") for line in lines)
+
+
+class Page(HTMLParser):
+    """Checks nesting and collects tags, attributes and text."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.values: list[str] = []
+        self.words = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.values += [f"{name}={value}" for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.values += [f"{name}={value}" for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(done):
+    page = Page()
+    page.feed((done / "report.html").read_text())
+    page.close()
+    assert page.open == []
+    assert {"svg", "table", "mark", "figure"} <= page.tags
+    assert not {"script", "link", "img", "iframe", "object"} & page.tags
+    assert not [value for value in page.values if re.search(r"https?:|//|^(src|href)=|url\(", value)]
+    assert "A demo <of> a report." in page.words and "@import" not in page.words and "url(" not in page.words
+
+
+def test_scalars_carry_every_number_of_every_run(report):
+    found = scalars(report)
+    assert found["eval/lossless"] == 1.0
+    assert found["eval/chain_t1/tau"] == report["runs"][1]["tau"]["value"]
+
+
+def test_finished_runs_are_reused_and_a_missing_one_is_made(done, target, drafter, monkeypatch):
+    config = settings(done)
+    (done / "eval" / "runs" / "tree" / "manifest.json").unlink()  # as if killed before the end
+    decoded = []
+    real = evaluation.decode_in_turns
+    monkeypatch.setattr(
+        evaluation, "decode_in_turns", lambda *args, **kw: decoded.append(kw["title"]) or real(*args, **kw)
+    )
+    monkeypatch.setattr(evaluation, "certify", lambda *args: pytest.fail("the certificate was made again"))
+    run_evaluation(config, target, drafter, done)
+    assert decoded == ["eval tree"]
+
+
+def test_another_drafter_is_not_mixed_in(done, target, drafter, monkeypatch):
+    config = settings(done)
+    titles: list[str] = []
+
+    def stop(*args, title, **kw) -> Iterator:
+        titles.append(title)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "decode_in_turns", stop)
+    other = type(drafter)(target)
+    other.logits_VV.mul_(1.01)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(config, target, other, done)
+    assert titles == ["eval chain"]
+
+
+def test_a_failed_certificate_withholds_eta_after_the_report_is_written(
+    tmp_path, target, drafter, monkeypatch
+):
+    config = settings(tmp_path)
+    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    fill(tmp_path, config)
+    real = evaluation.certify
+
+    def fail(*args) -> dict:
+        found = real(*args)
+        difference = {"text": "a-0", "place": 3, "expected": 1, "found": 2, "margin": 1.0, "bound": 1e-4}
+        greedy = found["greedy"] | {"differences": 1, "difference_list": [difference], "pass": False}
+        return found | {"greedy": greedy, "pass": False}
+
+    monkeypatch.setattr(evaluation, "certify", fail)
+    with pytest.raises(
+        CertificateFailed, match="eta is withheld: greedy text differs in 1 places in float32"
+    ):
+        run_evaluation(config, target, drafter, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["lossless"] is False
+    assert report["eta"]["value"] is None and "greedy text differs" in report["eta"]["withheld"]
+    assert report["tau"]["value"] > 1
+    assert "withheld" in (tmp_path / "report.html").read_text()
+    assert "NOT LOSSLESS" in table(report)
+    with pytest.raises(CertificateFailed):
+        write_report(tmp_path)
+
+
+def test_a_report_without_an_evaluation_names_the_stage(tmp_path):
+    with pytest.raises(ValueError, match=r"no finished evaluation; run the eval stage"):
+        build_report(tmp_path)
+
+
+def test_run_names_must_differ_and_name_a_folder(tmp_path, target, drafter):
+    for names in (("x", "x"), ("a/b", "c")):
+        runs = [replace(CHAIN, name=name) for name in names]
+        config = replace(settings(tmp_path), eval=EvalConfig(runs=runs))
+        with pytest.raises(ValueError, match=r"eval\.runs name="):
+            run_evaluation(config, target, drafter, tmp_path)
+
+
+def test_training_asks_for_tau_by_real_decoding(tmp_path, target, drafter):
+    found = evaluation.decode_held_out(settings(tmp_path), target, drafter)
+    assert set(found) == {"tau", "alpha", "alpha_0", "alpha_1", "alpha_2"}
+    assert 1 < found["tau"] < 4 and 0 < found["alpha"] < 1
+
+
+def test_ticks_are_round_and_span_the_values():
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(1, 2.79) == [1, 1.5, 2, 2.5, 3]
+    assert ticks(2, 2) == sorted(ticks(2, 2)) and len(ticks(2, 2)) >= 2
