@@ -87,8 +87,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _causal(q_HNK, k_GSK, v_GSK, *, scale, window, softcap, sinks_H) -> torch.Tensor:
-    """Causal attention with the last query at the last key, in blocks of queries unless torch's fused form
-    fits."""
+    """Causal, the last query at the last key; in blocks of queries where torch has no fused form."""
     N, S = q_HNK.shape[1], k_GSK.shape[1]
     windowed = window is not None and window < S
     if N == S and not windowed and softcap is None and sinks_H is None:

@@ -24,8 +24,7 @@ from spectrain.kernels.attention import additive, attend, attend_batch
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbouring requests first .. first + size - 1 with `new` tokens each, at rows start .. of the flat
-    row.
+    """Neighbouring requests, first .. first + size - 1, with `new` tokens each, from row `start` on.
 
     keys: the most slots that one of them sees; simple: the newest token sees exactly slots 0 .. keys - 1 and
     each earlier one of the group one less, so that size 1 needs no mask but the causal one.
@@ -55,8 +54,7 @@ class KVCache:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> "CacheLayout":
-        """Layout of `counts[i]` new tokens of each request, one after the other behind its text and pending
-        chain."""
+        """Layout of counts[i] new tokens of requests[i], one after the other behind its newest token."""
         flat: list[int] = []
         parents: list[int] = []
         for request, count in zip(requests, counts, strict=True):
@@ -92,8 +90,7 @@ class KVCache:
         return CacheLayout(self, runs, slots, positions)
 
     def commit(self, request: int, path: Sequence[int]) -> None:
-        """Keep the uncommitted nodes of `path` (root's child first) as text and forget the others; () forgets
-        all."""
+        """Keep the uncommitted nodes of `path`, root's child first, as text; forget the others."""
         self.commit_all([request], [path])
 
     def commit_all(self, requests: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -128,8 +125,7 @@ class KVCache:
         self.pending[request], self._depths[request], self._is_chain[request] = [], [], True
 
     def layer(self, layer: int, like_GTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [requests, capacity, G, K] of a layer; zeros at first, since a masked slot must be
-        finite."""
+        """Keys and values [requests, capacity, G, K]; zeros at first, since masked slots must be finite."""
         if layer not in self.layers:
             G, _, K = like_GTK.shape
             shape = (self.num_requests, self.capacity, G, K)
@@ -205,8 +201,7 @@ class CacheLayout:
         return out.transpose(0, 1).reshape(H, rows, K)
 
     def _seen(self, group: _Group, window: int | None) -> torch.Tensor:
-        """Bool [B, 1, N, S]: committed tokens, ancestors and the token itself, as far as the window
-        reaches."""
+        """Bool [B, 1, N, S]: committed tokens, ancestors and the token itself, within the window."""
         cache = self.cache
         requests = range(group.first, group.first + group.size)
         committed = np.array([cache.committed[r] for r in requests])[:, None, None]

@@ -110,8 +110,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def clamp(proposal: Proposal, depth: int) -> Proposal:
-    """The proposal without nodes deeper than `depth`. The cut looks at no draft token, so every law stays
-    lossless."""
+    """The proposal without nodes deeper than `depth`; lossless, since the cut looks at no draft token."""
     levels = depths(proposal.parents)
     if max(levels, default=0) <= depth:
         return proposal
@@ -201,8 +200,7 @@ class _Engine:
         return time.perf_counter()
 
     def _prefill(self, queue: list[_Request]) -> None:
-        """Fill free places from the end of `queue`, run the prompts in one call and choose their first
-        tokens."""
+        """Fill free places from the end of `queue`: one call on the prompts gives their first tokens."""
         taken: list[int] = []
         num_tokens = 0
         while queue and self.free and (not taken or num_tokens + len(queue[-1].prompt) <= PREFILL_TOKENS):
@@ -249,8 +247,7 @@ class _Engine:
     def _step(
         self, places: list[int], texts: list[list[int]], proposals: list[Proposal]
     ) -> list[Observation]:
-        """One target call on new text (its last token is the root) and draft tokens; then verify, cut,
-        commit.
+        """One target call on new text, whose last token is the root, and draft tokens; verify, cut, commit.
 
         Returns an observation for each request that goes on.
         """
@@ -317,8 +314,7 @@ class _Engine:
             raise ValueError(f"{where}: target {error}") from error
 
     def _emit(self, place: int, proposal: Proposal, verdict: Verdict) -> list[int]:
-        """Add what survives the cut to the request's text and counters; a request that ends leaves its
-        place."""
+        """Add what survives the cut to text and counters; a request that ends leaves its place."""
         request = self.places[place]
         block = [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus]
         kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids))

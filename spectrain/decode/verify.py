@@ -133,8 +133,7 @@ def _draw(walks: Sequence[_Walk], law_RV: torch.Tensor, streams: Streams, purpos
 
 
 def _descend(walks: Sequence[_Walk], p_RV: torch.Tensor, law: str, streams: Streams) -> list[bool]:
-    """One level: accept a child for each walk or end it with a draw from the residual; returns who goes
-    on."""
+    """One level: accept a child of each walk or end it with a draw from the residual; says who goes on."""
     offered = [walk.offered for walk in walks]
     p_sums = p_RV.sum(-1, dtype=torch.float64)
     chances = _gather(p_RV, p_sums, offered)

@@ -113,8 +113,7 @@ class _Pool:
         self.arrival = np.concatenate((self.arrival, np.full_like(token, -1)), 1)
 
     def best(self, begin: int, count: int) -> np.ndarray:
-        """Numbers [R, F] of the likeliest `count` candidates from `begin` on; ties: shallower, then lower
-        id."""
+        """Numbers [R, F] of the likeliest candidates from `begin` on; ties: shallower, then lower id."""
         keys = (self.token[:, begin:], self.depth[:, begin:], -self.score[:, begin:])
         return begin + np.lexsort(keys, axis=-1)[:, :count]
 
