@@ -134,7 +134,7 @@ class TrainConfig:
     eval_prompts: int = 10
     """Prompts of such an evaluation."""
     max_bad_fraction: float = 0.01
-    """Largest share of samples with non-finite target states; they are left out, more of them stop the run."""
+    """Largest share of samples with non-finite target states; they are left out, more stop the run."""
     skip_bad: bool = False
     """Train without the samples of damaged shards instead of stopping."""
     seed: int = 0
