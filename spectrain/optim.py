@@ -60,8 +60,8 @@ class Optimizers:
 
 
 def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
-    """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the matrices other
-    than the head, whose rows are tokens.
+    """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the
+    matrices other than the head, whose rows are tokens.
 
     Raises ValueError naming a parameter that is not float32.
     """
@@ -122,9 +122,7 @@ def optimizer_tensors(drafter: nn.Module, optimizer: Optimizers) -> dict[str, to
 
 
 @torch.no_grad()
-def load_optimizer(
-    drafter: nn.Module, optimizer: Optimizers, tensors: dict[str, torch.Tensor]
-) -> None:
+def load_optimizer(drafter: nn.Module, optimizer: Optimizers, tensors: dict[str, torch.Tensor]) -> None:
     """Put tensors of `optimizer_tensors` back; raises ValueError naming one that is missing, unknown or
     misshapen."""
     state = optimizer_tensors(drafter, optimizer)
