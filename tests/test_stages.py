@@ -1,13 +1,19 @@
 """The whole road on a tiny Qwen3-shaped target: what each stage leaves, what is reused, what is refused."""
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spectrain import __main__ as command
+from spectrain import stages
 from spectrain.artifacts import read_json
+from spectrain.config import STAGES
 from spectrain.testing import byte_tokenizer
 
 
@@ -143,3 +149,54 @@ def test_online_training_captures_nothing(inputs, tmp_path):
     words = ("train.features=online", "stages=[prepare,capture]")
     assert spectrain(inputs, tmp_path / "online", *words) == 0
     assert not (tmp_path / "online" / "features").exists()
+
+
+def killed_in(stage, inputs, run_dir, at_rename):
+    """Run the command in a child that gets SIGKILL before the `at_rename`-th file of `stage` has its final name;
+    returns whether it came to that."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    work, replace, rename, seen = stages.WORK[stage], os.replace, Path.rename, [0]
+
+    def die_in_time():
+        seen[0] += 1
+        if seen[0] == at_rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def armed(road):
+        os.replace = lambda *args, **kwargs: (die_in_time(), replace(*args, **kwargs))[1]
+        Path.rename = lambda path, target: (die_in_time(), rename(path, target))[1]
+        try:
+            work(road)
+        finally:
+            os.replace, Path.rename = replace, rename
+
+    stages.WORK[stage] = armed
+    code = 1
+    try:
+        code = spectrain(inputs, run_dir)
+    finally:
+        os._exit(code)
+
+
+def learned(run_dir):
+    """Everything of the newest checkpoint, and the metrics without the clock."""
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    clock = ("train/time_s", "train/throughput_tok_s")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{key: value for key, value in line.items() if key not in clock} for line in lines]
+    return {f.name: f.read_bytes() for f in newest.iterdir()}, metrics
+
+
+@pytest.mark.parametrize("at_rename", [1, 3])
+def test_a_run_killed_in_every_stage_ends_as_if_it_had_not_been(finished, inputs, tmp_path, at_rename):
+    run_dir = tmp_path / "mine"
+    came = [stage for stage in STAGES if killed_in(stage, inputs, run_dir, at_rename)]
+    assert came == list(STAGES) if at_rename == 1 else {"capture", "train"} <= set(came)
+    assert spectrain(inputs, run_dir) == 0
+    assert learned(run_dir) == learned(finished)
+    exported = [load_file(folder / "export/eagle3/model.safetensors") for folder in (run_dir, finished)]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+    assert (run_dir / "report.json").exists()
