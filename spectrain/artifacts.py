@@ -1,6 +1,8 @@
-"""Files that survive a kill: written to a temporary name, flushed, renamed; folders with a manifest of content hashes.
+"""Files that survive a kill: written to a temporary name, flushed, renamed; folders with a manifest of
+content hashes.
 
-Knows nothing of what the files mean. Every write error ends the run; nothing half-written ever has its final name.
+Knows nothing of what the files mean. Every write error ends the run; nothing half-written ever has its final
+name.
 """
 
 import errno
@@ -33,7 +35,8 @@ def hash_file(path: Path) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically; raises OSError that names the path and, on a full disk, says so."""
+    """Write `content` to `path` atomically; raises OSError that names the path and, on a full disk, says
+    so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,7 +50,9 @@ def write_bytes(path: Path, content: bytes) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             size_mib = len(content) / 2**20
             raise OSError(
-                error.errno, f"disk full: {size_mib:.1f} MiB do not fit; free space and run the same command again", str(path)
+                error.errno,
+                f"disk full: {size_mib:.1f} MiB do not fit; free space and run the same command again",
+                str(path),
             ) from error
         raise
 
@@ -66,7 +71,9 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: damaged JSON ({error})") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
     """Write a safetensors file atomically and return its SHA-256."""
     content = save({k: v.contiguous() for k, v in tensors.items()}, dict(metadata or {}))
     write_bytes(path, content)
@@ -74,11 +81,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def read_tensors(path: Path, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file; raises ValueError naming the file when missing, damaged or not of hash `sha256`."""
+    """Tensors of a safetensors file; raises ValueError naming the file when missing, damaged or not of hash
+    `sha256`."""
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if sha256 is not None and (found := hash_file(path)) != sha256:
-        raise ValueError(f"{path}: content hash {found[:16]} differs from the manifest's {sha256[:16]}: the file is damaged")
+        raise ValueError(
+            f"{path}: content hash {found[:16]} differs from the manifest's {sha256[:16]}: the file is damaged"
+        )
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -92,9 +102,11 @@ def is_done(folder: Path, print_: str) -> bool:
 
 
 def reuse_or_run(folder: Path, settings: Any, make: Callable[[], Mapping[str, Any]]) -> bool:
-    """Run `make` unless `folder` is finished with these settings; then write the manifest. True if it was reused.
+    """Run `make` unless `folder` is finished with these settings; then write the manifest. True if it was
+    reused.
 
-    `make` writes into `folder` and returns what the manifest should hold besides `settings` and `fingerprint`.
+    `make` writes into `folder` and returns what the manifest should hold besides `settings` and
+    `fingerprint`.
     """
     print_ = fingerprint(settings)
     if is_done(folder, print_):

@@ -1,7 +1,8 @@
-"""From rows to a loss: which divergences, which weight per slot, divided by the global count of each (term, slot).
+"""From rows to a loss: which divergences, which weight per slot, divided by the global count of each (term,
+slot).
 
-A family says which rows exist (`RowIndex`, from masks alone) and computes the drafter's state on them (`Rows`); the fused
-op `kernels/linear_divergence.py` does the rest. Knows no family.
+A family says which rows exist (`RowIndex`, from masks alone) and computes the drafter's state on them
+(`Rows`); the fused op `kernels/linear_divergence.py` does the rest. Knows no family.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ CHUNK = 64  # target rows; 64 x 8192 float32 are 2 MiB, which stay in the cache 
 class RowIndex:
     """The supervised (row, slot) pairs of a batch. All int64 [R].
 
-    row: token position t of the feature that the drafter starts from; slot: k; source: token position whose target law
-    p is learnt (its next token is the label); slots: the number K of slots.
+    row: token position t of the feature that the drafter starts from; slot: k; source: token position whose
+    target law p is learnt (its next token is the label); slots: the number K of slots.
     """
 
     row: torch.Tensor
@@ -40,21 +41,24 @@ class Rows:
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """loss: scalar with graph, this batch's share of the step's loss; stats: sums per slot, float64 [K], not divided:
-    "loss" (weighted share), "alpha" (exact sum min(p, q)), "agree" (same arg-max), "count" (supervised rows)."""
+    """loss: scalar with graph, this batch's share of the step's loss; stats: sums per slot, float64 [K], not
+    divided: "loss" (weighted share), "alpha" (exact sum min(p, q)), "agree" (same arg-max), "count"
+    (supervised rows)."""
 
     loss: torch.Tensor
     stats: dict[str, torch.Tensor]
 
 
-# Terms that compare with the target's law renormalised on the kept ids, where its arg-max is kept (field case O-V03).
+# Terms that compare with the target's law renormalised on the kept ids, where its arg-max is kept (field case
+# O-V03).
 RENORMALISED = ("ce", "kl", "reverse_kl")
 
 
 class Objective:
     """Weighted sum of divergences, each divided by its own global count per slot.
 
-    loss = sum_term w_term sum_k decay^k / N(term, k) sum_rows term(row), N over all processes and micro-steps of the step.
+    loss = sum_term w_term sum_k decay^k / N(term, k) sum_rows term(row), N over all processes and micro-steps
+    of the step.
     """
 
     def __init__(self, config: ObjectiveConfig, drafter, target: Target):
@@ -78,20 +82,28 @@ class Objective:
         return torch.ones_like(index.row, dtype=torch.bool)
 
     def count(self, index: RowIndex, batch: FeatureBatch) -> torch.Tensor:
-        """Rows per (term, slot), float64 [terms, K]; sum over micro-batches and processes, then pass to `loss`."""
-        counts = torch.zeros(len(self.config.terms), index.slots, dtype=torch.float64, device=index.row.device)
+        """Rows per (term, slot), float64 [terms, K]; sum over micro-batches and processes, then pass to
+        `loss`."""
+        counts = torch.zeros(
+            len(self.config.terms), index.slots, dtype=torch.float64, device=index.row.device
+        )
         for i, term in enumerate(self.config.terms):
             counted = self._counted(term, index, batch)
             counts[i] = torch.bincount(index.slot[counted], minlength=index.slots)
         return counts
 
-    def loss(self, rows: Rows, batch: FeatureBatch, head_WD: torch.Tensor, counts: torch.Tensor) -> ObjectiveResult:
-        """This batch's share of the loss of the optimizer step whose global counts are `counts` [terms, K]."""
+    def loss(
+        self, rows: Rows, batch: FeatureBatch, head_WD: torch.Tensor, counts: torch.Tensor
+    ) -> ObjectiveResult:
+        """This batch's share of the loss of the optimizer step whose global counts are `counts` [terms,
+        K]."""
         index = rows.index
         if not len(index.row):
             zeros = torch.zeros(index.slots, dtype=torch.float64)
             zero = rows.state.sum() + 0.0 * head_WD.sum()
-            return ObjectiveResult(zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")})
+            return ObjectiveResult(
+                zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")}
+            )
         decay = self.config.slot_decay ** torch.arange(index.slots, dtype=torch.float64, device=counts.device)
         weights = {}
         for i, (term, weight) in enumerate(self.config.terms.items()):

@@ -1,4 +1,5 @@
-"""AdamW, or Muon with AdamW, over float32 parameters, and the learning rate as a closed form of the optimizer step.
+"""AdamW, or Muon with AdamW, over float32 parameters, and the learning rate as a closed form of the optimizer
+step.
 
 The parameters are the float32 masters themselves; nothing is kept in bfloat16, where an update below half the
 spacing of the numbers is lost. Knows no data, no loss and no files. Source: Loshchilov and Hutter 2019

