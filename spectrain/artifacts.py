@@ -87,7 +87,7 @@ def read_tensors(path: Path, *, sha256: str | None = None) -> dict[str, torch.Te
         raise ValueError(f"{path}: no such file")
     if sha256 is not None and (found := hash_file(path)) != sha256:
         raise ValueError(
-            f"{path}: content hash {found[:16]} differs from the manifest's {sha256[:16]}: the file is damaged"
+            f"{path}: content hash {found[:16]}, the manifest says {sha256[:16]}: the file is damaged"
         )
     try:
         return load_file(path)
