@@ -48,7 +48,7 @@ class Optimizers:
         return [group for part in self.parts for group in part.param_groups]
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+    def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
     def step(self) -> None:

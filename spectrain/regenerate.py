@@ -94,16 +94,14 @@ def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, fl
     """Yield (line, answer tokens) for each (prompt, its number, temperature) of a group of one temperature or
     more."""
     messages: list[list[dict[str, str]]] = [[] for _ in group]
-    last: list[Generation | None] = [None] * len(group)
+    reasons = ["stop"] * len(group)
     counts = [0] * len(group)
     for turn in range(max(len(prompt.turns) for prompt, _, _ in group)):
         for temperature in sorted({t for _, _, t in group}):
             here = [
                 j
                 for j, (prompt, _, t) in enumerate(group)
-                if t == temperature
-                and turn < len(prompt.turns)
-                and (last[j] is None or last[j].finish_reason == "stop")
+                if t == temperature and turn < len(prompt.turns) and reasons[j] == "stop"
             ]
             for j in here:
                 messages[j].append({"role": "user", "content": group[j][0].turns[turn]})
@@ -120,14 +118,14 @@ def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, fl
             )
             for j, generation in zip(here, generations, strict=True):
                 messages[j].append({"role": "assistant", "content": _text(target, generation)})
-                last[j], counts[j] = generation, counts[j] + len(generation.ids)
-    for (prompt, _, temperature), turns, generation, count in zip(group, messages, last, counts, strict=True):
-        assert generation is not None
+                reasons[j] = generation.finish_reason
+                counts[j] += len(generation.ids)
+    for (prompt, _, temperature), turns, reason, count in zip(group, messages, reasons, counts, strict=True):
         row = {
             "id": answer_id(prompt, temperature),
             "messages": turns,
             "temperature": temperature,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": reason,
         }
         yield row, count
 

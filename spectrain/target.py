@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -73,15 +73,15 @@ class TargetStates:
 class Target:
     """A frozen causal LM with its tokenizer (None for bare models in tests)."""
 
-    def __init__(self, model: nn.Module, tokenizer=None, *, path: str = ""):
+    def __init__(self, model: Any, tokenizer: Any = None, *, path: str = ""):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.path = path
         self.config = model.config.get_text_config()
         model.set_attn_implementation(ATTENTION)
-        self.decoder = model.get_decoder()
-        self.embedding = model.get_input_embeddings()
-        self.head = model.get_output_embeddings()
+        self.decoder: nn.Module = model.get_decoder()
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.head: Any = model.get_output_embeddings()
         self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
 
     @property
@@ -155,7 +155,9 @@ class Target:
         ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
-        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes that tell one target from another: config, weights, tokenizer; and the dtype.
@@ -268,7 +270,7 @@ def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
         raise ValueError(f"target.path={path!r}: no config.json there")
     path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
     )
     return Target(model.to(device), tokenizer, path=config.path)
