@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from spectrain.config import DecodeRunConfig, EvalConfig
 from spectrain.decode.generation import Generation
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.pit import acceptance, serial_correlation, transform, uniformity
+from spectrain.eval.progress import progress_bar
 from spectrain.eval.records import Text
 from spectrain.eval.speed import EngineArm
 from spectrain.proposal import Drafter
@@ -126,7 +126,7 @@ def greedy_certificate(
     ties: list[dict] = []
     compared = dict.fromkeys((run.name for run in runs), 0)
     used = plain_tokens = 0
-    progress = tqdm(total=wanted, desc="certificate, greedy", unit="token")
+    progress = progress_bar("certificate, greedy", total=wanted * (1 + len(runs)), unit="token")
     while used < len(questions) and (used < config.greedy_prompts or plain_tokens < wanted):
         part = questions[used : used + (BATCH if used else config.greedy_prompts)]
         used += len(part)
@@ -134,6 +134,7 @@ def greedy_certificate(
         for question, text in zip(part, plain, strict=True):
             differences += not_argmax(target, question.id, text)
             plain_tokens += len(text.ids)
+        progress.update(sum(len(text.ids) for text in plain))
         for run in runs:
             found = _decode(target, drafter, part, run, config.greedy_tokens)
             for question, text, other in zip(part, plain, found, strict=True):
@@ -143,7 +144,7 @@ def greedy_certificate(
                     ties.append({"run": run.name, **asdict(difference)})
                 elif difference is not None:
                     differences.append(difference)
-        progress.update(plain_tokens - progress.n)
+            progress.update(sum(len(text.ids) for text in found))
     progress.close()
     return {
         "dtype": "float32",
@@ -189,10 +190,12 @@ def sampling_certificate(
         arm = EngineArm(target, drafter, run, config.max_new_tokens, BATCH, config.seed, record_orders=True)
         texts: list[Generation] = []
         names: list[str] = []
-        progress = tqdm(total=config.sampling_tokens, desc=f"certificate, {run.name}", unit="token")
-        while progress.n < config.sampling_tokens:
+        wanted = config.sampling_tokens
+        progress = progress_bar(f"certificate, {run.name}", total=wanted, unit="token")
+        while progress.n < wanted:
             turn, first = divmod(len(texts), len(questions))
-            part = questions[first : first + BATCH]
+            fewest = math.ceil((wanted - progress.n) / config.max_new_tokens)
+            part = questions[first : first + min(BATCH, fewest)]
             # Another turn through the prompts draws other texts.
             found, _ = arm.decode([q.ids for q in part], [q.key + turn * KEYS for q in part])
             texts += found

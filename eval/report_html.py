@@ -231,7 +231,7 @@ def _certificate(certificate: Mapping[str, Any]) -> str:
             )
             found += f"; {len(run['impossible'])} impossible tokens"
             rows.append(["sampling, fp32", what, found, _verdict(run["p_value"] >= sampling["level"])])
-            text = "Each sampled token's place in the target's own law: even if the text is the target's."
+            text = "Each sampled token's place in the target's own law: flat if the text is the target's."
             figures.append(_figure(run["name"], text, plots.histogram(run["histogram"], x="u")))
     caption = (
         "Tested against an independent forward of the target over the finished text, never against the "

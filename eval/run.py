@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
+from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
 from spectrain.eval.records import Text, read_texts, share, write_texts
 from spectrain.eval.report import write_report
@@ -112,7 +112,8 @@ def decode_in_turns(
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
     arms.decode([encode(p.turns[:1], []) for p in groups[0]], [keys[p.id] for p in groups[0]])
     texts: list[list[Text]] = [[] for _ in arms.others]
-    for unit, group in enumerate(tqdm(groups, desc=title, unit="prompt" if batch == 1 else "batch")):
+    progress = progress_bar(title, total=len(prompts), unit="prompt")
+    for unit, group in enumerate(groups):
         answers: dict[str, list[str]] = {prompt.id: [] for prompt in group}
         for turn in range(max(len(prompt.turns) for prompt in group)):
             asked = [prompt for prompt in group if turn < len(prompt.turns)]
@@ -128,6 +129,8 @@ def decode_in_turns(
                 ]
             for prompt, text in zip(asked, plain, strict=True):
                 answers[prompt.id].append(decode(text.ids))
+        progress.update(len(group))
+    progress.close()
     return texts
 
 

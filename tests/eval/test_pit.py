@@ -58,7 +58,7 @@ def test_a_residual_that_reuses_the_coin_is_caught():
 )
 def test_a_filter_on_one_side_is_caught(emitted, is_right):
     rng = np.random.default_rng(0)
-    n = 20_000
+    n = 4_000
     ids = rng.choice(4, size=n, p=emitted).tolist()
     p = torch.tensor([0.625, 0.375, 0.0, 0.0]).expand(n, -1)
     u = transform(p, ids, [torch.tensor([3, 2, 1, 0])] * n, rng.random(n))
