@@ -8,9 +8,8 @@
 
 Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never
 stored for more than a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot
-by slot inside a chunk of target rows.
-What can be done on the narrow sides of the products is done there: with c = sum_v (p_v / P) W_v, one row per
-target row,
+by slot inside a chunk of target rows. What can be done on the narrow sides of the products is done there:
+with c = sum_v (p_v / P) W_v, one row per target row,
     sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
 so that kl alone needs no pass over rows x vocabulary besides softmax and alpha. All is done in the forward.
 Sums have the dtype of z, float32 in training. Knows no family.
@@ -18,6 +17,7 @@ Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Teacher:
     state: torch.Tensor
     lse: torch.Tensor
     head: torch.Tensor
-    adjust: object = None
+    adjust: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def logits(self, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
         """log p at the kept ids for target rows first .. last - 1, [n, W], written to `out`."""
@@ -97,14 +97,9 @@ def linear_divergence(
     """
     assert set(weights) <= set(TERMS), f"terms {sorted(weights)}"
     plan = plan_rows(source_R, slot_R, len(teacher.state), chunk)
-    order = plan.order
-    stats = {name: torch.empty(len(order), dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
-    ordered = {term: w[order] for term, w in weights.items()}
-    labels = None if label_R is None else label_R[order]
-    args = (plan, teacher, ordered, labels, top1_M, lambda_decay, stats)
-    loss = _LinearDivergence.apply(z_RD[order], head_WD, args)
-    unsorted = {name: torch.empty_like(value).index_copy_(0, order, value) for name, value in stats.items()}
-    return loss, unsorted
+    stats = {name: torch.empty_like(source_R, dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
+    args = (plan, teacher, weights, label_R, top1_M, lambda_decay, stats)
+    return _LinearDivergence.apply(z_RD, head_WD, args), stats
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -119,28 +114,33 @@ class _LinearDivergence(torch.autograd.Function):
         most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
         buffers = [z_RD.new_empty(n, len(head_WD)) for n in (rows, height, most, most)]
         for first, last, slots in blocks:
-            here = slice(slots[0][1], slots[-1][2])
+            begin = slots[0][1]
+            here = plan.order[begin : slots[-1][2]]
             chunk = _Chunk(
                 z=z_RD[here],
                 head=head_WD,
                 teacher=_TeacherRows(teacher, first, last, head_WD, buffers[1]),
-                local=plan.local[here] - first,
-                slots=tuple((start - here.start, stop - here.start) for _, start, stop in slots),
+                local=plan.local[begin : slots[-1][2]] - first,
+                slots=tuple((start - begin, stop - begin) for _, start, stop in slots),
                 weights={term: w[here] for term, w in weights.items()},
-                label=None if labels is None else labels[here],
+                label=None if labels is None else labels[here].clamp(min=0),
                 buffers=buffers,
             )
             best = chunk.softmax()
-            stats["agree"][here] = 0.0 if top1 is None else best == top1[first:last][chunk.local]
-            stats["alpha"][here] = chunk.alpha = chunk.overlap()
-            stats["loss"][here] = chunk.loss_and_gradient(decay, dz[here], dhead)
+            stats["agree"][here] = (
+                0.0 if top1 is None else (best == top1[first:last][chunk.local]).to(dz.dtype)
+            )
+            stats["alpha"][here] = alpha = chunk.overlap()
+            stats["loss"][here], dz[here] = chunk.loss_and_gradient(alpha, decay, dhead)
         ctx.save_for_backward(dz, dhead)
         return stats["loss"].sum()
 
     @staticmethod
     def backward(ctx, grad):
         dz, dhead = ctx.saved_tensors
-        return dz * grad, None if dhead is None else dhead * grad, None
+        if grad != 1:  # a copy of both would be the highest memory of a step
+            dz, dhead = dz * grad, None if dhead is None else dhead * grad
+        return dz, dhead, None
 
 
 class _TeacherRows:
@@ -170,14 +170,12 @@ class _Chunk:
     weights: dict[str, torch.Tensor]
     label: torch.Tensor | None
     buffers: list[torch.Tensor]
-    alpha: torch.Tensor | None = None
 
     def softmax(self) -> torch.Tensor:
         """Fill x with q; keep log-sum-exp and the label's logit; returns the arg-max [m]."""
         self.x = x = torch.mm(self.z, self.head.t(), out=self.buffers[0][: len(self.z)])
         top, best = x.max(-1)
-        if "ce" in self.weights:
-            self.label = self.label.clamp(min=0)
+        if self.label is not None:
             self.label_logit = x.gather(1, self.label[:, None])[:, 0]
         torch.ops.aten._softmax.out(x, -1, False, out=x)
         self.lse = top - torch.log(x.gather(1, best[:, None])[:, 0])
@@ -199,39 +197,41 @@ class _Chunk:
             torch.sum(both, -1, out=alpha[start:stop])
         return alpha
 
-    def loss_and_gradient(self, decay: float, dz: torch.Tensor, dhead: torch.Tensor | None) -> torch.Tensor:
-        """Weighted loss of each row [m]; fills dz [m, D] and adds to dhead."""
-        kl_w, tv_w, loss = self._coefficients(decay)
+    def loss_and_gradient(
+        self, alpha: torch.Tensor, decay: float, dhead: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted loss of each row [m] and its gradient dz [m, D]; adds to dhead."""
+        kl_w, tv_w, loss = self._coefficients(alpha, decay)
         ce_w = self.weights.get("ce")
         softmax_w = kl_w if ce_w is None else kl_w + ce_w
-        if tv_w is not None or "reverse_kl" in self.weights:
+        wide = tv_w is not None or "reverse_kl" in self.weights
+        if wide:
             loss = loss + self._wide(softmax_w, tv_w)
-            row_w, z = None, self.z
-        else:
-            row_w, z = softmax_w[:, None], self.z * softmax_w[:, None]
-        torch.mm(self.x, self.head, out=dz)
-        if row_w is not None:
-            dz.mul_(row_w)
-        dz.sub_(self.teacher.mean_row[self.local] * kl_w[:, None])
-        if ce_w is not None:
-            loss = loss + ce_w * (self.lse - self.label_logit)
-            dz.sub_(self.head[self.label] * ce_w[:, None])
+        dz = self.x @ self.head
+        if not wide:
+            dz *= softmax_w[:, None]
+        dz -= self.teacher.mean_row[self.local] * kl_w[:, None]
         if dhead is not None:
-            dhead.addmm_(self.x.t(), z)
+            dhead.addmm_(self.x.t(), self.z if wide else self.z * softmax_w[:, None])
             kl_z = self.z * (kl_w / self.teacher.mass[self.local])[:, None]
             summed = torch.zeros_like(self.teacher.mean_row).index_add_(0, self.local, kl_z)
             dhead.addmm_(self.teacher.p.t(), summed, alpha=-1)
-            if ce_w is not None:
+        if ce_w is not None and self.label is not None:
+            loss = loss + ce_w * (self.lse - self.label_logit)
+            dz -= self.head[self.label] * ce_w[:, None]
+            if dhead is not None:
                 dhead.index_add_(0, self.label, self.z * ce_w[:, None], alpha=-1)
-        return loss
+        return loss, dz
 
-    def _coefficients(self, decay: float):
+    def _coefficients(
+        self, alpha: torch.Tensor, decay: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Coefficients [m] of the kl and the tv gradient (None where no term needs it), and the loss of their
         terms."""
-        weights, alpha, local = self.weights, self.alpha, self.local
+        weights, local = self.weights, self.local
         zero = torch.zeros_like(alpha)
         kl = self.teacher.negative_entropy[local] + self.lse - (self.teacher.mean_row[local] * self.z).sum(-1)
-        kl_w, tv_w, loss = zero, None, zero
+        kl_w, loss, tv_w = zero, zero, None
         if "kl" in weights:
             kl_w, loss = weights["kl"], weights["kl"] * kl
         if "tv" in weights:
@@ -241,7 +241,7 @@ class _Chunk:
             tv_w = (zero if tv_w is None else tv_w) + weights["lk_alpha"] / floor
             loss = loss - weights["lk_alpha"] * floor.log()
         if "lk_lambda" in weights:
-            share = torch.exp(-decay * alpha)
+            share = alpha.mul(-decay).exp()
             kl_w = kl_w + weights["lk_lambda"] * share
             tv_w = (zero if tv_w is None else tv_w) + weights["lk_lambda"] * (1 - share)
             loss = loss + weights["lk_lambda"] * (share * kl + (1 - share) * (1 - alpha))

@@ -1,16 +1,16 @@
-"""EAGLE-3: one decoder layer over fused target states, trained on its own unrolled outputs (Li et al. 2025, section 3).
+"""EAGLE-3: one decoder layer over fused target states, unrolled on its own outputs (Li et al. 2025, sec. 3).
 
-Row t pairs the target's states at token t (taps fused by `fc`) with the embedding of token t + 1; step k (slot k) uses token
-t + 1 + k, its own output of step k - 1 as state, rotary position t + k, and predicts token t + 2 + k. The root of decoding is
-x_n with n = t + 1. Row t counts at step k iff tokens t + 1 and t + 2 + k lie in one span. Worked example, one document of 8
-tokens with span {3, 4, 5} and 3 steps:
+Row t pairs the target's states at token t (taps fused by `fc`) with the embedding of token t + 1; step k
+(slot k) uses token t + 1 + k, its own output of step k - 1 as state, rotary position t + k, and predicts
+token t + 2 + k. The root of decoding is x_n with n = t + 1. Row t counts at step k iff tokens t + 1 and
+t + 2 + k lie in one span. One document of 8 tokens with span {3, 4, 5} and 3 steps:
     step 0: rows 2, 3 (predict tokens 4, 5)   step 1: row 2 (token 5)   step 2: none
-The state fed back is the layer's output before `norm`; `norm` then `lm_head` give the logits over the kept ids.
+The state fed back is the layer's output before `norm`; `norm` and `lm_head` give logits over the kept ids.
 Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, spans
 from spectrain.features import FeatureBatch
-from spectrain.kernels.ttt_attention import Run, ttt_attention
+from spectrain.kernels.ttt_attention import Own, Run, ttt_attention
 from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
 SHAPE_KEYS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_parameters",
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
+    "max_position_embeddings", "rope_parameters",
 )  # fmt: skip
 ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
@@ -45,7 +46,7 @@ class Config:
     taps: list[int] = field(default_factory=list)
     """Layer ids of the target's states, strictly increasing; empty: 1, n//2 - 1, n - 4."""
     init: str = "target"
-    """target: layer, norms and head start from the target's own last layer and head rows. random: only the head does."""
+    """target: layer, norms and head start from the target's last layer and head rows; random: the head."""
 
     def __post_init__(self):
         if self.init not in ("target", "random"):
@@ -57,16 +58,18 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Projections over [norm(embedding), norm(state)]; the two halves are applied apart, so that a token's embedding half
-    is computed once for all steps."""
+    """Projections over [norm(embedding), norm(state)]; the two halves are applied apart, so that a token's
+    embedding half is computed once for all steps."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         D, K = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(2 * D, config.num_attention_heads * K, bias=False)
-        self.k_proj = nn.Linear(2 * D, config.num_key_value_heads * K, bias=False)
-        self.v_proj = nn.Linear(2 * D, config.num_key_value_heads * K, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
+        H, G = config.num_attention_heads, config.num_key_value_heads
+        assert D and H and G and K, config
+        self.q_proj = nn.Linear(2 * D, H * K, bias=False)
+        self.k_proj = nn.Linear(2 * D, G * K, bias=False)
+        self.v_proj = nn.Linear(2 * D, G * K, bias=False)
+        self.o_proj = nn.Linear(H * K, D, bias=False)
         self.sizes = [p.out_features for p in (self.q_proj, self.k_proj, self.v_proj)]
         self.head_dim = K
         self.scale = K**-0.5
@@ -101,14 +104,18 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The network. state_dict() holds the trained tensors under the names that engines read; the embedding is the target's."""
+    """The network. state_dict() holds the trained tensors under the names that engines read; the embedding
+    is the target's."""
+
+    kept_ids: torch.Tensor
 
     def __init__(self, config: Config, target: Target, kept_ids: torch.Tensor):
         super().__init__()
         self.config = config
         self.taps = tuple(config.taps) or default_taps(target.num_layers)
         if self.taps[-1] >= target.num_layers or self.taps[0] < 0:
-            raise ValueError(f"drafter.taps={list(self.taps)}: the target has layers 0 to {target.num_layers - 1}")
+            layers = f"the target has layers 0 to {target.num_layers - 1}"
+            raise ValueError(f"drafter.taps={list(self.taps)}: {layers}")
         self.draft_config = draft_config(target, len(kept_ids))
         D, eps = target.hidden_size, self.draft_config.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
@@ -155,7 +162,7 @@ class Eagle3(nn.Module):
         k0, v0 = (x.view(len(x), -1, attn.head_dim).transpose(0, 1) for x in kv.chunk(2, -1))
         k0 = rotate(k0, self.rotary(tokens.positions[:-1], kv))
         state, outs = fused, []
-        own: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # rows, keys, values of steps 1 ..
+        own: list[Own] = []  # steps 1 .., places: their rows
         before = torch.arange(len(tokens))
         for k, rows in enumerate(steps):
             if not len(rows):
@@ -165,13 +172,13 @@ class Eagle3(nn.Module):
             normed = layer.hidden_norm(state)
             if k == 0:
                 q = F.linear(normed, w_state[:key_size]) + embed[rows + 1, :key_size]
-                q, keys, values = q.view(len(q), -1, attn.head_dim).transpose(0, 1), None, None
+                q = q.view(len(q), -1, attn.head_dim).transpose(0, 1)
             else:
                 q, key, value = attn.split(F.linear(normed, w_state) + embed[rows + 1 + k])
-                own = [(r, *(x[:, torch.searchsorted(r, rows)] for x in kv)) for r, *kv in own]
-                own = [(rows, *kv) for _, *kv in own] + [(rows, rotate(key, angle), value)]
-                keys, values = (torch.stack([o[i] for o in own]) for i in (1, 2))
-            mixed = ttt_attention(rotate(q, angle), k0, v0, keys, values, runs(rows, begins), attn.scale)
+                # a view of the values would keep all of q, k and v in memory
+                own.append(Own(rotate(key, angle), value.contiguous(), rows))
+            seen = [replace(step, places=torch.searchsorted(step.places, rows)) for step in own]
+            mixed = ttt_attention(rotate(q, angle), k0, v0, seen, runs(rows, begins), attn.scale)
             state = layer.finish(state, mixed)
             outs.append(self.norm(state))
             before = rows
@@ -189,8 +196,8 @@ class Eagle3(nn.Module):
     def engine_config(self, target: Target) -> dict[str, Any]:
         """config.json's keys of this family, for vLLM and SGLang at once.
 
-        An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM reads them from the top level.
-        SGLang reads the nested list and adds 1; for ADDS_ONE_AFTER_ONE it does so only if the first id is 1.
+        An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM reads them from the top
+        level. SGLang reads the nested list and adds 1; for ADDS_ONE_AFTER_ONE only if the first id is 1.
         """
         points = [k + 1 for k in self.taps]
         as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
@@ -217,8 +224,8 @@ class Eagle3(nn.Module):
 class Eagle3Drafting:
     """The drafter at work on several requests (`spectrain.proposal.Drafting`).
 
-    Row t of a request lies at slot t of the cache. `states` [requests, 1 + nodes, D]: the state of the newest row, which
-    predicts the root's successor, then those of the nodes stepped since, in order of arrival.
+    Row t of a request lies at slot t of the cache. `states` [requests, 1 + nodes, D]: the state of the newest
+    row, which predicts the root's successor, then those of the nodes stepped since, in order of arrival.
     """
 
     def __init__(self, drafter: Eagle3, num_requests: int, capacity: int):
@@ -240,7 +247,8 @@ class Eagle3Drafting:
         for o in observations:
             if o.start == 0:
                 self.cache.truncate(o.request, 0)
-            assert self.cache.committed[o.request] == o.start, f"request {o.request}: row {o.start} out of order"
+            committed = self.cache.committed[o.request]
+            assert committed == o.start, f"request {o.request}: row {o.start} follows {committed} rows"
         taps = torch.cat([o.taps for o in observations]).to(self.qkv.dtype)
         layout = self.cache.extend(requests, counts)
         new = self._run(
@@ -285,19 +293,18 @@ class Eagle3Drafting:
         embedded = layer.input_layernorm(self.drafter.embed(ids_N))
         q, k, v = attn.split(F.linear(torch.cat((embedded, layer.hidden_norm(state_ND)), -1), self.qkv))
         angle = (self.cos[layout.positions], self.sin[layout.positions])
-        mixed = layout.attend(
-            0, rotate(q, angle), rotate(k, angle), v, scale=attn.scale, window=None, softcap=None, sinks_H=None
-        )
+        q, k = rotate(q, angle), rotate(k, angle)
+        mixed = layout.attend(0, q, k, v, scale=attn.scale, window=None, softcap=None, sinks_H=None)
         return layer.finish(state_ND, mixed)
 
     def _logits(self, state_ND: torch.Tensor) -> torch.Tensor:
         return self.drafter.lm_head(self.drafter.norm(state_ND))
 
 
-
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's layer ids: one low, one middle, one high."""
-    return tuple(sorted({1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers)))) or (num_layers - 1,)
+    found = {1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers))
+    return tuple(sorted(found)) or (num_layers - 1,)
 
 
 def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
@@ -337,7 +344,7 @@ def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
-    """An initialised drafter on the target's device. kept_ids: int64 [W], ascending target ids of the draft vocabulary."""
+    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending."""
     drafter = Eagle3(config, target, kept_ids)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
@@ -349,8 +356,8 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
 
 
 def start_from_last_layer(drafter: Eagle3, target: Target) -> None:
-    """Start from what the target knows: the state half of the projections, the output projection, MLP and norms of its last
-    layer, `fc` passing the highest tap through. Shapes that differ keep their random start."""
+    """Start from what the target knows: the state half of the projections, the output projection, MLP and
+    norms of its last layer, `fc` passing the highest tap through. Other shapes keep their random start."""
     D = target.hidden_size
     state = target.layers[-1].state_dict()
     ours = dict(drafter.midlayer.named_parameters())
@@ -368,4 +375,4 @@ def start_from_last_layer(drafter: Eagle3, target: Target) -> None:
         drafter.fc.weight[:, -D:] += torch.eye(D)
         final_norm = [m for m in target.decoder.children() if "RMSNorm" in type(m).__name__]
         if final_norm:
-            drafter.norm.weight.copy_(final_norm[-1].weight.float())
+            drafter.norm.weight.copy_(final_norm[-1].get_parameter("weight").float())

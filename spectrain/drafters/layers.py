@@ -1,19 +1,20 @@
-"""Pieces that drafter families share: norm, rotary embedding, gated MLP, and the slots that a batch supervises.
+"""Pieces that drafter families share: norm, rotary embedding, gated MLP, and the spans of a batch.
 
 Knows no family. Legend: T tokens, D hidden, H heads, K head dim.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.data.packing import TokenBatch
+from spectrain.kernels.gated_mlp import gated_mlp
+from spectrain.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight, computed in float32; x [N, D]."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -21,11 +22,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases."""
+    """down(silu(gate(x)) * up(x)), no biases; x [N, D]."""
 
     def __init__(self, size: int, inner: int):
         super().__init__()
@@ -34,7 +35,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class Rotary(nn.Module):
