@@ -19,7 +19,7 @@ def launch(worker, folder, *arguments, processes=2):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     program = [str(ROOT / "tests" / worker), str(folder), *arguments]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(command + program, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command + program, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [json.loads(found) for found in re.findall(r"^\{.*\}$", done.stdout, re.MULTILINE)]
 

@@ -326,7 +326,7 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(target, tmp_pat
 def run_worker(folder, *arguments, processes=1):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), str(folder), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.case("O-T10")
