@@ -51,7 +51,7 @@ class ObjectiveResult:
 
 # Terms that compare with the target's law renormalised on the kept ids, where its arg-max is kept (field case
 # O-V03).
-RENORMALISED = ("ce", "kl", "reverse_kl")
+RENORMALISED = ("kl", "reverse_kl")
 
 
 class Objective:
@@ -67,8 +67,8 @@ class Objective:
         self.config = config
         kept = drafter.kept_ids
         self.kept_ids = kept
-        self.whole = len(kept) == target.vocab_size
         self.teacher_head = target.head.weight[kept].float()
+        self.teacher_bias = None if target.head.bias is None else target.head.bias[kept].float()
         self.adjust = target.adjust
         self.position = torch.full((target.vocab_size,), -1, device=kept.device)
         self.position[kept] = torch.arange(len(kept), device=kept.device)
@@ -100,7 +100,7 @@ class Objective:
         index = rows.index
         if not len(index.row):
             zeros = torch.zeros(index.slots, dtype=torch.float64)
-            zero = rows.state.sum() + 0.0 * head_WD.sum()
+            zero = rows.state.sum() + head_WD[:0].sum()
             return ObjectiveResult(
                 zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")}
             )
@@ -111,7 +111,7 @@ class Objective:
             counted = self._counted(term, index, batch)
             weights[term] = torch.where(counted, per_slot[index.slot], 0.0).float()
         sources, local = torch.unique(index.source, return_inverse=True)
-        teacher = Teacher(batch.final[sources], batch.lse[sources], self.teacher_head, self.adjust)
+        teacher = Teacher(batch.final[sources], batch.lse[sources], self.teacher_head, self.adjust, self.teacher_bias)
         loss, per_row = linear_divergence(
             rows.state.float(),
             head_WD,

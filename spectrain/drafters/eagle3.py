@@ -182,8 +182,7 @@ class Eagle3(nn.Module):
             state = layer.finish(state, mixed)
             outs.append(self.norm(state))
             before = rows
-        empty = fused.new_empty(0, fused.shape[1])
-        return Rows(index=index, state=torch.cat(outs) if outs else empty)
+        return Rows(index=index, state=torch.cat(outs) if outs else fused[:0])
 
     def start(self, num_requests: int, capacity: int) -> "Eagle3Drafting":
         """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
