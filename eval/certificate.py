@@ -190,17 +190,18 @@ def sampling_certificate(
         arm = EngineArm(target, drafter, run, config.max_new_tokens, BATCH, config.seed, record_orders=True)
         texts: list[Generation] = []
         names: list[str] = []
-        wanted = config.sampling_tokens
+        wanted, tokens = config.sampling_tokens, 0  # counted here: a bar that is switched off counts nothing
         progress = progress_bar(f"certificate, {run.name}", total=wanted, unit="token")
-        while progress.n < wanted:
+        while tokens < wanted:
             turn, first = divmod(len(texts), len(questions))
-            fewest = math.ceil((wanted - progress.n) / config.max_new_tokens)
+            fewest = math.ceil((wanted - tokens) / config.max_new_tokens)
             part = questions[first : first + min(BATCH, fewest)]
             # Another turn through the prompts draws other texts.
             found, _ = arm.decode([q.ids for q in part], [q.key + turn * KEYS for q in part])
             texts += found
             names += [q.id for q in part]
-            progress.update(sum(len(text.ids) for text in found))
+            tokens += sum(len(text.ids) for text in found)
+            progress.update(tokens - progress.n)
         progress.close()
         results.append({"name": run.name, "law": run.law, **examine(target, texts, names, arm.sampling)})
     worst = min(results, key=lambda result: result["p_value"])

@@ -55,6 +55,7 @@ def evaluate(
     _check_names(config.eval)
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
+    (folder / MANIFEST).unlink(missing_ok=True)  # a report never reads an evaluation that is half another's
     # The certificate needs float32, so that dtype comes last; each target is loaded once, one at a time.
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
@@ -169,6 +170,7 @@ def _decode_runs(
         )
         seconds = time.perf_counter() - began
         for run, texts in zip(pending, found, strict=True):
+            (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
             mine = settings[run.name]
             result = {"seconds": seconds, "samples": _samples(target, prompts, texts)}

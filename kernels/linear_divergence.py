@@ -1,7 +1,7 @@
 """Divergence between a drafter's and the target's law straight from states and heads, with its gradients.
 
     x_r = W z_r                       drafter logits over the W kept ids,  q = softmax(x)
-    p   = exp(W_target s - lse)       the target's law over its whole vocabulary, at the kept ids; P = sum p
+    p   = exp(W_target s + b - lse)   the target's law over its whole vocabulary, at the kept ids; P = sum p
     kl  = sum p/P (log p/P - log q)   reverse_kl = sum q (log q - log p/P)   ce = -log q(label)
     alpha = sum min(p, q)             tv = 1 - alpha      lk_alpha = -log alpha
     lk_lambda = w kl + (1 - w) tv,    w = exp(-decay * alpha), w without gradient
@@ -30,16 +30,19 @@ SMALLEST = 1e-30  # of a probability under a logarithm
 @dataclass(frozen=True)
 class Teacher:
     """The target's side. state [M, Dt] after the final norm; lse [M] over the full vocabulary; head [W, Dt],
-    the target's head rows at the kept ids; adjust: the target's own scaling and soft cap of raw logits."""
+    the target's head rows at the kept ids; adjust: the target's own scaling and soft cap of raw logits; bias
+    [W]: the head's, where it has one."""
 
     state: torch.Tensor
     lse: torch.Tensor
     head: torch.Tensor
     adjust: Callable[[torch.Tensor], torch.Tensor] | None = None
+    bias: torch.Tensor | None = None
 
     def logits(self, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
         """log p at the kept ids for target rows first .. last - 1, [n, W], written to `out`."""
         out = torch.mm(self.state[first:last].to(out.dtype), self.head.t(), out=out)
+        out = out if self.bias is None else out.add_(self.bias)
         out = out if self.adjust is None else self.adjust(out)
         return out.sub_(self.lse[first:last, None])
 

@@ -111,6 +111,7 @@ def reuse_or_run(folder: Path, settings: Any, make: Callable[[], Mapping[str, An
     print_ = fingerprint(settings)
     if is_done(folder, print_):
         return True
+    (folder / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
     content = make()
     write_json(folder / MANIFEST, {"fingerprint": print_, "settings": settings, **content})
     return False

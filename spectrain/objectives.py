@@ -111,7 +111,8 @@ class Objective:
             counted = self._counted(term, index, batch)
             weights[term] = torch.where(counted, per_slot[index.slot], 0.0).float()
         sources, local = torch.unique(index.source, return_inverse=True)
-        teacher = Teacher(batch.final[sources], batch.lse[sources], self.teacher_head, self.adjust, self.teacher_bias)
+        state, lse = batch.final[sources], batch.lse[sources]
+        teacher = Teacher(state, lse, self.teacher_head, self.adjust, self.teacher_bias)
         loss, per_row = linear_divergence(
             rows.state.float(),
             head_WD,

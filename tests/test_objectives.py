@@ -1,6 +1,7 @@
 """What each term counts, what a row weighs, and that a step's loss does not depend on how it is cut."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,9 @@ KEPT = torch.arange(0, V, 3)
 def stand_ins(kept, vocab):
     """A drafter and a target with a head of `vocab` identity rows, as far as an objective looks at them."""
     target = SimpleNamespace(
-        head=SimpleNamespace(weight=torch.eye(vocab)), vocab_size=vocab, adjust=lambda logits: logits
+        head=SimpleNamespace(weight=torch.eye(vocab), bias=None),
+        vocab_size=vocab,
+        adjust=lambda logits: logits,
     )
     return SimpleNamespace(kept_ids=torch.tensor(kept)), target
 
@@ -243,6 +246,23 @@ def test_the_loss_reads_the_targets_adjusted_logits():
     result = objective.loss(Rows(index, capped[None]), batch, torch.eye(4), objective.count(index, batch))
     assert abs(result.loss.item()) < 1e-6
     assert result.stats["alpha"].item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_teacher_has_the_bias_of_the_targets_head():
+    """The head's bias (Phi) is in the log-sum-exp of the capture, so it must be in the law at kept ids."""
+    drafter, target = stand_ins([0, 2], 3)
+    target.head.bias = torch.tensor([1.0, 0.0, -2.0])
+    raw = torch.tensor([0.5, 0.0, 0.25])
+    logits = raw + target.head.bias
+    batch = features([0] * 3, [raw.tolist()] * 3)
+    batch = replace(batch, lse=logits.logsumexp(-1).expand(3), argmax=logits.argmax(-1).expand(3))
+    index = index_of([[0, 0]], 1)
+    objective = Objective(ObjectiveConfig(terms={"kl": 1.0}), drafter, target)
+    rows = Rows(index, logits[[0, 2]][None])
+    result = objective.loss(rows, batch, torch.eye(2), objective.count(index, batch))
+    assert abs(result.loss.item()) < 1e-6
+    mass = logits.softmax(-1)[[0, 2]].sum().item()
+    assert result.stats["alpha"].item() == pytest.approx(mass, abs=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 0])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from spectrain.config import DecodeRunConfig, EvalConfig
 from spectrain.decode.generation import Generation, Timing
@@ -108,6 +109,14 @@ def test_the_right_engine_passes(target, drafter):
     assert not any(r["impossible"] for r in sampling["runs"])
     assert all(r["acceptance"]["p_value"] < 1 for r in sampling["runs"])
     assert found["seconds"] > 0
+
+
+def test_the_certificate_ends_where_progress_bars_are_switched_off(target, drafter, monkeypatch):
+    # as TQDM_DISABLE=1 does
+    monkeypatch.setattr(certificate, "progress_bar", lambda title, **kw: tqdm(disable=True, **kw))
+    runs = [replace(CHAIN, name="chain_t1", temperature=1.0)]
+    config = EvalConfig(runs=runs, max_new_tokens=10, sampling_tokens=40)
+    assert 40 <= certify(target, drafter, QUESTIONS, config, {})["sampling"]["tokens"] < 60
 
 
 def test_more_prompts_are_taken_where_texts_stop_early(target, drafter, monkeypatch):

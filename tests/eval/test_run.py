@@ -265,6 +265,41 @@ def test_another_drafter_is_not_mixed_in(done, target, drafter, monkeypatch):
     assert titles == ["eval chain"]
 
 
+def test_no_report_is_made_of_an_evaluation_that_was_stopped_half_way(tmp_path, target, drafter, monkeypatch):
+    """Texts of another drafter beside the manifest and certificate of the first would read as lossless."""
+    config = settings(tmp_path)
+    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    fill(tmp_path, config)
+    run_evaluation(config, target, drafter, tmp_path)
+    other = type(drafter)(target)
+    other.logits_VV.mul_(1.01)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "certify", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(config, target, other, tmp_path)
+    with pytest.raises(ValueError, match="no finished evaluation"):
+        build_report(tmp_path)
+
+
+def test_texts_are_not_reused_under_the_manifest_of_those_before(tmp_path, target, drafter, monkeypatch):
+    config = settings(tmp_path)
+    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    run_evaluation(config, target, drafter, tmp_path)
+    other = type(drafter)(target)
+    other.logits_VV.mul_(1.01)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "_samples", stop)  # after the texts are written, before their manifest
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(config, target, other, tmp_path)
+    assert not (tmp_path / "eval" / "runs" / "chain" / "manifest.json").exists()
+
+
 def test_a_failed_certificate_withholds_eta_after_the_report_is_written(
     tmp_path, target, drafter, monkeypatch
 ):

@@ -1,0 +1,29 @@
+"""A folder's manifest never describes what another run of the stage left there."""
+
+import pytest
+
+from spectrain.artifacts import MANIFEST, reuse_or_run
+
+
+def test_a_folder_left_half_made_by_other_settings_is_not_reused(tmp_path):
+    """Made with a, then killed while b is made: going back to a makes it again."""
+    file = tmp_path / "content"
+
+    def make(text):
+        def write():
+            file.write_text(text)
+            return {}
+
+        return write
+
+    def killed():
+        file.write_text("half of b")
+        raise KeyboardInterrupt
+
+    assert reuse_or_run(tmp_path, "a", make("a")) is False
+    assert reuse_or_run(tmp_path, "a", make("a")) is True
+    with pytest.raises(KeyboardInterrupt):
+        reuse_or_run(tmp_path, "b", killed)
+    assert not (tmp_path / MANIFEST).exists()
+    assert reuse_or_run(tmp_path, "a", make("a")) is False
+    assert file.read_text() == "a"
