@@ -59,7 +59,7 @@ def evaluate(
     # The certificate needs float32, so that dtype comes last; each target is loaded once, one at a time.
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
-        drafter = load_drafter(target)
+        drafter = load_drafter(target).to(target.dtype)  # as it is served
         identity = _identity(config, target, drafter)
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
             texts |= _decode_runs(config, runs, target, drafter, prompts, identity, folder / "runs")
