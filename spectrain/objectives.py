@@ -131,4 +131,5 @@ class Objective:
 
     @staticmethod
     def _per_slot(index: RowIndex, value_R: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(index.slots, dtype=torch.float64).index_add_(0, index.slot, value_R.double())
+        zeros = torch.zeros(index.slots, dtype=torch.float64, device=value_R.device)
+        return zeros.index_add_(0, index.slot, value_R.double())

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spectrain import __version__
-from spectrain.artifacts import read_json, write_bytes, write_json
+from spectrain.artifacts import fingerprint, read_json, write_bytes, write_json
 from spectrain.config import RunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.generation import Generation
@@ -37,6 +37,7 @@ def regenerate(config: RunConfig, target: Target, out: Path) -> None:
     prompts = load_prompts(str(QUICKSTART) if settings.prompts == "quickstart" else settings.prompts)
     asked = asdict(settings) | {
         "prompts": settings.prompts,
+        "questions": fingerprint([[p.id, p.turns] for p in prompts]),
         "seed": config.train.seed,
         "target": target.fingerprint(),
         "template_arguments": config.corpus.template_arguments,

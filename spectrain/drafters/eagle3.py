@@ -142,7 +142,7 @@ class Eagle3(nn.Module):
             rows += step
             slots.append(torch.full((sum(map(len, step)),), k))
         row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.long)
-        slot = torch.cat(slots).long()
+        row, slot = row.to(tokens.ids.device), torch.cat(slots).long().to(tokens.ids.device)
         return RowIndex(row=row, slot=slot, source=row + 1 + slot, slots=self.config.unroll)
 
     def rows(self, batch: FeatureBatch) -> Rows:
@@ -150,7 +150,7 @@ class Eagle3(nn.Module):
         tokens = batch.tokens
         index = self.index(tokens)
         steps = [index.row[index.slot == k] for k in range(index.slots)]
-        begins = torch.tensor(tokens.offsets)[tokens.document_ids.cpu()]
+        begins = torch.tensor(tokens.offsets, device=tokens.ids.device)[tokens.document_ids]
         layer, attn = self.midlayer, self.midlayer.self_attn
         w_embed, w_state = attn.halves()
         embed = F.linear(layer.input_layernorm(self.embed(tokens.ids)), w_embed)
@@ -163,7 +163,7 @@ class Eagle3(nn.Module):
         k0 = rotate(k0, self.rotary(tokens.positions[:-1], kv))
         state, outs = fused, []
         own: list[Own] = []  # steps 1 .., places: their rows
-        before = torch.arange(len(tokens))
+        before = torch.arange(len(tokens), device=tokens.ids.device)
         for k, rows in enumerate(steps):
             if not len(rows):
                 break
@@ -308,7 +308,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
     """Consecutive rows of one document as runs for the attention."""
-    edge = torch.ones(len(rows) + 1, dtype=torch.bool)
+    edge = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
     edge[1:-1] = (rows[1:] != rows[:-1] + 1) | (begins[rows[1:]] != begins[rows[:-1]])
     bounds = edge.nonzero()[:, 0].tolist()
     firsts, docs = rows[bounds[:-1]].tolist(), begins[rows[bounds[:-1]]].tolist()
@@ -321,9 +321,10 @@ def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
 def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
     """The draft layer's shape, derived from the target: width, heads, MLP, rotary embedding, norm epsilon."""
     c = target.config.to_dict()
+    named = target.config  # its attributes have the common names, its dict may have the model's own (GPT-2)
     rope = c.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)
-    heads = c["num_attention_heads"]
+    heads = named.num_attention_heads
     inner = c.get("intermediate_size") or c.get("n_inner") or 4 * target.hidden_size
     return LlamaConfig(
         hidden_size=target.hidden_size,
@@ -333,7 +334,7 @@ def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
         num_key_value_heads=c.get("num_key_value_heads") or heads,
         head_dim=c.get("head_dim") or target.hidden_size // heads,
         rms_norm_eps=c.get("rms_norm_eps") or 1e-6,
-        max_position_embeddings=c["max_position_embeddings"],
+        max_position_embeddings=named.max_position_embeddings,
         rope_parameters=rope,
         vocab_size=target.vocab_size,
         tie_word_embeddings=False,
