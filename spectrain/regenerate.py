@@ -51,7 +51,7 @@ def regenerate(config: RunConfig, target: Target, out: Path) -> None:
     num_tokens = 0
     with (
         tqdm(total=len(jobs), desc="regenerate", unit="answer", dynamic_ncols=True) as bar,
-        open(out, "a") as file,
+        open(out, "a", encoding="utf-8") as file,
     ):
         for first in range(0, len(jobs), settings.batch):
             group = jobs[first : first + settings.batch]
