@@ -84,11 +84,11 @@ def _resume(out: Path, asked: dict) -> set[str]:
     write_json(provenance, {"settings": asked, "spectrain": __version__, "made_by": "stages=regenerate"})
     if not out.exists():
         return set()
-    text = out.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_bytes(out, whole.encode())
-    return {json.loads(line)["id"] for line in whole.split("\n") if line}
+    written = out.read_bytes()  # the cut may lie inside a character
+    whole = written[: written.rfind(b"\n") + 1]
+    if whole != written:
+        write_bytes(out, whole)
+    return {json.loads(line)["id"] for line in whole.split(b"\n") if line}
 
 
 def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, float]]):

@@ -38,7 +38,7 @@ def user(text):
 
 @pytest.fixture(scope="module")
 def target():
-    """Its end-of-turn token is one that comes in the first answer of prompt a, not at once, and not in b's."""
+    """Its end-of-turn token is one that comes later in the first answer of prompt a, and not in b's."""
     model = tiny_llama()
     model.generation_config.eos_token_id = []
     target = Target(model, byte_tokenizer())
@@ -117,12 +117,15 @@ def test_a_sampled_answer_depends_on_the_seed_but_not_on_the_batch(target, promp
     assert other["b-t0.7"] != lines(out)["b-t0.7"]
 
 
-@pytest.mark.parametrize("whole_lines", [0, 1, 4, 6])
-@pytest.mark.parametrize("cut", [0, 17], ids=["between lines", "inside a line"])
+@pytest.mark.parametrize("whole_lines", [0, 1, 4])
+@pytest.mark.parametrize("cut", ["between lines", "inside a line", "inside a character"])
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(target, prompts, out, whole_lines, cut):
     full = out.read_bytes()
-    kept = full.splitlines(keepends=True)[::-1]  # answers are appended in another order than they end up in
-    out.write_bytes(b"".join(kept[:whole_lines]) + kept[-1][:cut] * (whole_lines < 6))
+    *kept, last = full.splitlines(keepends=True)[
+        ::-1
+    ]  # the order of the appended lines is not that of the ids
+    at = {"between lines": 0, "inside a line": 17, "inside a character": last.index("\ufffd".encode()) + 1}
+    out.write_bytes(b"".join(kept[:whole_lines]) + last[: at[cut]])
     regenerate(config_of(prompts), target, out)
     assert out.read_bytes() == full
 
