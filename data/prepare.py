@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 FORM = 1  # raise when rows or files change their form
 SHARD_TOKENS = 2**25
 CURRENT = "current.json"
+SOURCES = {  # where those parts of the fingerprint come from that are no corpus settings
+    "form": "version of spectrain",
+    "tokenizer": "target.path (tokenizer)",
+    "template": "target.path (chat template)",
+    "stop_ids": "target.path (stop tokens)",
+}
 
 
 class Samples(Sequence[Sample]):
@@ -122,15 +128,7 @@ def prepare(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Sequence
     left.
     """
     path = corpus_path(config.path)
-    settings = {
-        "form": FORM,
-        "file": path.name,
-        "content": artifacts.hash_file(path),
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": tokenizer.chat_template,
-        "stop_ids": sorted(stop_ids),
-        "corpus": {key: value for key, value in asdict(config).items() if key != "path"},
-    }
+    settings = _settings(config, tokenizer, stop_ids)
     print_ = artifacts.fingerprint(settings)
     place = folder / print_
     reused = artifacts.reuse_or_run(place, settings, lambda: _build(config, path, tokenizer, place, stop_ids))
@@ -138,6 +136,41 @@ def prepare(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Sequence
     prepared = Prepared.load(folder, reused=reused)
     log.info("corpus %s%s: %s", path, " (reused)" if reused else "", json.dumps(prepared.summary))
     return prepared
+
+
+def load_prepared(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Sequence[int] = ()) -> Prepared:
+    """What `prepare` wrote into `folder` last, which must be what these settings ask for.
+
+    An empty `config.path` asks for no file in particular. Raises ValueError naming the keys that differ.
+    """
+    prepared = Prepared.load(folder)
+    there = artifacts.read_json(prepared.folder / artifacts.MANIFEST)["settings"]
+    here = json.loads(json.dumps(_settings(config, tokenizer, stop_ids)))  # as a manifest gives it back
+    of_file = () if config.path else ("file", "content")
+    parts = [key for key in here if key != "corpus" and key not in of_file and there.get(key) != here[key]]
+    options = [key for key, value in here["corpus"].items() if there["corpus"].get(key) != value]
+    changed = [SOURCES.get(key, f"corpus.path={config.path!r}") for key in parts]
+    changed += [f"corpus.{key}={here['corpus'][key]!r}" for key in options]
+    if changed:
+        raise ValueError(
+            f"{prepared.folder}: prepared with other settings (changed: {', '.join(dict.fromkeys(changed))}); "
+            "run the prepare stage (stages=[prepare,...])"
+        )
+    return prepared
+
+
+def _settings(config: CorpusConfig, tokenizer, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Everything that shapes the rows; file and content are None where `config.path` is empty."""
+    path = corpus_path(config.path) if config.path else None
+    return {
+        "form": FORM,
+        "file": path and path.name,
+        "content": path and artifacts.hash_file(path),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": tokenizer.chat_template,
+        "stop_ids": sorted(stop_ids),
+        "corpus": {key: value for key, value in asdict(config).items() if key != "path"},
+    }
 
 
 def tokenizer_hash(tokenizer) -> str:

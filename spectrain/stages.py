@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from spectrain import checkpoint, provenance
 from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
 from spectrain.config import ON_REQUEST, STAGES, RunConfig
-from spectrain.data.prepare import Prepared
+from spectrain.data.prepare import Prepared, load_prepared
 from spectrain.target import Target, load_target
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class Road:
         folder = self.folder / "prepared"
         if not folder.exists():
             raise ValueError(f"{folder}: not there; run the prepare stage (stages=[prepare,...])")
-        return Prepared.load(folder)
+        target = self.target(self.config.target.dtype)
+        return load_prepared(self.config.corpus, target.tokenizer, folder, stop_ids=target.stop_ids())
 
     @cached_property
     def kept_ids(self) -> torch.Tensor:

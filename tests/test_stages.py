@@ -145,6 +145,16 @@ def test_a_stage_without_the_one_before_names_it(inputs, tmp_path, capsys):
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize("key", ["corpus.path", "corpus.max_length"])
+def test_rows_of_another_corpus_or_option_are_not_trained_on(finished, inputs, capsys, key):
+    other = inputs / "other.jsonl"
+    other.write_text("".join((inputs / "corpus.jsonl").read_text().splitlines(keepends=True)[:-1]))
+    value = str(other) if key == "corpus.path" else 99
+    assert spectrain(inputs, finished, "stages=[capture,train]", f"{key}={value}") == 2
+    message = capsys.readouterr().err
+    assert f"prepared with other settings (changed: {key}={value!r}); run the prepare stage" in message
+
+
 def test_online_training_captures_nothing(inputs, tmp_path):
     words = ("train.features=online", "stages=[prepare,capture]")
     assert spectrain(inputs, tmp_path / "online", *words) == 0
