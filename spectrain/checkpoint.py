@@ -184,8 +184,19 @@ def read_checked(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return read_tensors(folder / name, sha256=read_json(folder / MANIFEST)["files"][name])
 
 
-def restore(folder: Path, drafter: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """Load a checkpoint into drafter and optimizer and return its state."""
+def restore(folder: Path, drafter: Any, optimizer: Optimizers) -> dict[str, Any]:
+    """Load a checkpoint into drafter and optimizer and return its state.
+
+    Raises ValueError if it was trained with another draft vocabulary.
+    """
+    there, here = read_checked(folder, FILES[1])["kept_ids"], drafter.kept_ids.cpu()
+    if not torch.equal(there, here):
+        own = len(set(there.tolist()) - set(here.tolist()))
+        raise ValueError(
+            f"{folder}: trained with another draft vocabulary (drafter.draft_vocab: {len(there)} kept ids "
+            f"there, {len(here)} here; {own} of those there are not kept here): choose another run_dir or "
+            "delete checkpoints/"
+        )
     load_weights(folder, drafter)
     load_optimizer(drafter, optimizer, read_checked(folder, FILES[3]))
     return read_json(folder / FILES[4])

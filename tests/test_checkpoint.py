@@ -96,6 +96,13 @@ def test_restoring_gives_back_weights_moments_and_state(tmp_path):
         assert torch.equal(fresh.state[again.gain][key], value), key
 
 
+def test_another_draft_vocabulary_of_the_same_size_is_not_resumed(eagle, target):
+    folder, drafter = eagle
+    other = checkpoint.build_drafter(Config(unroll=2), target, drafter.kept_ids + 1)
+    with pytest.raises(ValueError, match=r"another draft vocabulary .*36 of those there are not kept here"):
+        checkpoint.restore(checkpoint.latest(folder), other, build_optimizer(other, TrainConfig()))
+
+
 class Broken(GainDrafter):
     """A drafter whose saved state is not its own."""
 
