@@ -114,7 +114,7 @@ def ours(args: argparse.Namespace) -> dict:
         sampling=Sampling(temperature=0.0),
         max_new_tokens=settings["max_new_tokens"],
         stop_ids=target.stop_ids(),
-        drafter=load_drafter(Path(args.checkpoint), target),
+        drafter=load_drafter(Path(args.checkpoint), target).to(target.dtype),
         plan=Plan(shape="chain", length=settings["length"]),
         law="rejection",
         batch_size=settings["batch"],
