@@ -152,8 +152,9 @@ def load_prepared(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Se
     changed = [SOURCES.get(key, f"corpus.path={config.path!r}") for key in parts]
     changed += [f"corpus.{key}={here['corpus'][key]!r}" for key in options]
     if changed:
+        keys = ", ".join(dict.fromkeys(changed))
         raise ValueError(
-            f"{prepared.folder}: prepared with other settings (changed: {', '.join(dict.fromkeys(changed))}); "
+            f"{prepared.folder}: prepared with other settings (changed: {keys}); "
             "run the prepare stage (stages=[prepare,...])"
         )
     return prepared
