@@ -33,7 +33,7 @@ def write_report(run_dir: Path) -> None:
     write_bytes(run_dir / "report.html", page(report, training_lines(run_dir)).encode())
     print(table(report, colour=sys.stdout.isatty()))
     print(f"report: {run_dir / 'report.html'}")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())  # of the invocation that reports
     if config["wandb"]["enabled"]:
         mirror = open_wandb(run_dir, config)
         mirror.summary.update(scalars(report))
@@ -51,23 +51,25 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         raise ValueError(
             f"{evaluation / MANIFEST}: no finished evaluation; run the eval stage (stages=[eval])"
         )
-    settings = read_json(evaluation / MANIFEST)["eval"]
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    manifest = read_json(evaluation / MANIFEST)
+    names = ("recipe", "note", "target", "drafter")
+    if missing := [key for key in names if key not in manifest]:
+        raise ValueError(
+            f"{evaluation / MANIFEST}: no {missing[0]}: of an older version; run the eval stage (stages=[eval])"
+        )
+    settings = manifest["eval"]
     certificate = read_json(evaluation / "certificate" / "certificate.json")
     runs = [_run(run, evaluation / "runs" / run["name"], settings, certificate) for run in settings["runs"]]
     stages = read_json(run_dir / "stages.json") if (run_dir / "stages.json").exists() else {}
     return {
-        "recipe": config["recipe"],
-        "note": config["note"],
-        "target": config["target"]["path"],
-        "drafter": config["drafter"]["family"],
+        **{key: manifest[key] for key in names},
         **runs[0],
         "lossless": certificate["pass"],
         "runs": runs,
         "certificate": certificate,
         "training": _training(training_lines(run_dir)),
         "budget": {name: {"seconds": s["seconds"], "budget_s": s["budget_s"]} for name, s in stages.items()},
-        "provenance": read_json(run_dir / "provenance.json")[-1],
+        "provenance": read_json(evaluation / "runs" / settings["runs"][0]["name"] / MANIFEST)["provenance"],
     }
 
 

@@ -85,6 +85,7 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
         f"plain {_value(report['plain_throughput_tok_s'], 1)} tok/s, "
         f"speculative {_value(report['throughput_tok_s'], 1)} tok/s; "
         f"eta by model {_value(report['eta_model'])}, Leviathan's {_value(report['eta_leviathan'])}",
+        "eta by model is eta itself at batch 1, since rest is the measured remainder",
     ]
     return _section(lines)
 

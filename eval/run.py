@@ -32,8 +32,11 @@ from spectrain.eval.records import Text, read_texts, share, write_texts
 from spectrain.eval.report import write_report
 from spectrain.eval.speed import Arms, EngineArm
 from spectrain.metrics import after_cut, count, ratios
+from spectrain.provenance import provenance
 from spectrain.target import Target
 
+FORM = 1
+"""Raise when decoding or the certificate changes what it gives: older results are then not reused."""
 TURNS = 64
 """Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""
 
@@ -67,8 +70,16 @@ def evaluate(
             passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
         del target, drafter
         gc.collect()
-    seconds = time.perf_counter() - began
-    write_json(folder / MANIFEST, {"eval": asdict(config.eval), "prompts": len(prompts), "seconds": seconds})
+    manifest = {
+        "eval": asdict(config.eval),
+        "recipe": config.recipe,
+        "note": config.note,
+        "target": config.target.path,
+        "drafter": config.drafter.family,
+        "prompts": len(prompts),
+        "seconds": time.perf_counter() - began,
+    }
+    write_json(folder / MANIFEST, manifest)
     if not passed:
         write_report(folder.parent)
 
@@ -147,10 +158,11 @@ def _decode_runs(
     """The texts of runs that share a plain baseline, by name: read back, or decoded together where
     unfinished."""
     limits = (config.eval.max_new_tokens, runs[0].batch, config.eval.seed)
-    settings = {
-        run.name: {"run": asdict(run), "prompts": [asdict(p) for p in prompts], "limits": limits, **identity}
-        for run in runs
+    asked = {
+        "prompts": [asdict(p) for p in prompts],
+        "questions": _print(_questions(config, target, prompts)),
     }
+    settings = {run.name: {"run": asdict(run), **asked, "limits": limits, **identity} for run in runs}
     pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
     for run in runs:
         if run not in pending:
@@ -173,7 +185,8 @@ def _decode_runs(
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
             mine = settings[run.name]
-            result = {"seconds": seconds, "samples": _samples(target, prompts, texts)}
+            samples = _samples(target, prompts, texts)
+            result = {"seconds": seconds, "samples": samples, "provenance": provenance()}
             write_json(
                 folder / run.name / MANIFEST, {"fingerprint": fingerprint(mine), "settings": mine, **result}
             )
@@ -190,16 +203,23 @@ def _certify(
 ) -> bool:
     """Make the certificate or read it back; whether it passed."""
     path = folder / "certificate.json"
+    questions = _questions(config, target, load_prompts(config.eval.prompts))
 
     def make() -> dict[str, Any]:
-        questions = _questions(config, target, load_prompts(config.eval.prompts))
         write_json(path, certify(target, drafter, questions, config.eval, texts))
         return {}
 
     decoded = {
-        name: fingerprint([asdict(text.speculative) for text in found]) for name, found in texts.items()
+        name: fingerprint([[asdict(text.speculative), asdict(text.plain)] for text in found])
+        for name, found in texts.items()
     }
-    if reuse_or_run(folder, {"eval": asdict(config.eval), "texts": decoded, **identity}, make):
+    settings = {
+        "eval": asdict(config.eval),
+        "questions": _print(questions),
+        "texts": decoded,
+        **identity,
+    }
+    if reuse_or_run(folder, settings, make):
         log.info("eval: certificate reused")
     return read_json(path)["pass"]
 
@@ -220,14 +240,21 @@ def _questions(config: RunConfig, target: Target, prompts: Sequence[Prompt]) -> 
     ]
 
 
+def _print(questions: Sequence[Question]) -> str:
+    """A hash of the ids of questions and of their rendered texts."""
+    return fingerprint([asdict(question) for question in questions])
+
+
 def _identity(config: RunConfig, target: Target, drafter: Any) -> dict[str, Any]:
-    """What else shapes a run: target, drafter with its weights, template, hardware kind."""
+    """What else shapes a run: code, target, drafter with its weights, template, hardware kind."""
     weights = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):
         weights.update(
             name.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         )
     return {
+        "form": FORM,
+        "spectrain": provenance()["versions"]["spectrain"],
         "target": target.fingerprint(),
         "drafter": weights.hexdigest(),
         "template_arguments": config.corpus.template_arguments,

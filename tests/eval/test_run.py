@@ -188,6 +188,7 @@ def test_the_table_fits_a_terminal(report):
     assert max(map(len, lines)) <= 80
     assert "\033" not in table(report) and "\033[32m" in table(report, colour=True)
     assert any(line.startswith("chain_t1") for line in lines)
+    assert "eta by model is eta itself at batch 1, since rest is the measured remainder" in lines
 
 
 class Page(HTMLParser):
@@ -247,6 +248,71 @@ def test_finished_runs_are_reused_and_a_missing_one_is_made(done, target, drafte
     monkeypatch.setattr(evaluation, "certify", lambda *args: pytest.fail("the certificate was made again"))
     run_evaluation(config, target, drafter, done)
     assert decoded == ["eval tree"]
+
+
+def test_a_report_made_elsewhere_shows_where_and_with_what_the_evaluation_was_made(done, report):
+    """A report made on another machine, after an invocation with other names that was refused."""
+    config = replace(settings(done), note="other", recipe="other")
+    (done / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    write_json(done / "provenance.json", [{"hardware": {"cpu": "another"}}])
+    again = build_report(done)
+    for key in ("recipe", "note", "target", "drafter", "provenance"):
+        assert again[key] == report[key], key
+    fill(done, settings(done))
+
+
+def test_reused_runs_keep_the_provenance_of_their_decoding(done, target, drafter, monkeypatch):
+    before = build_report(done)["provenance"]
+    made = json.loads(json.dumps(before)) | {"hardware": {"cpu": "another", "gpus": []}}
+    monkeypatch.setattr(evaluation, "provenance", lambda: made)
+    run_evaluation(settings(done), target, drafter, done)
+    assert build_report(done)["provenance"] == before
+
+
+def decoded_again(config, target, drafter, folder, monkeypatch) -> list[str]:
+    """What an evaluation of a finished folder makes anew: titles of runs, "certificate"."""
+    made: list[str] = []
+    decode, certify = evaluation.decode_in_turns, evaluation.certify
+    monkeypatch.setattr(
+        evaluation, "decode_in_turns", lambda *args, **kw: made.append(kw["title"]) or decode(*args, **kw)
+    )
+    monkeypatch.setattr(evaluation, "certify", lambda *args: made.append("certificate") or certify(*args))
+    run_evaluation(config, target, drafter, folder)
+    return made
+
+
+def test_results_of_another_form_of_decoding_or_version_are_not_reused(
+    tmp_path, target, drafter, monkeypatch
+):
+    config = settings(tmp_path)
+    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    run_evaluation(config, target, drafter, tmp_path)
+    monkeypatch.setattr(evaluation, "FORM", evaluation.FORM + 1)
+    assert decoded_again(config, target, drafter, tmp_path, monkeypatch) == ["eval chain", "certificate"]
+    made = evaluation.provenance()
+    made["versions"]["spectrain"] = "another"
+    monkeypatch.setattr(evaluation, "provenance", lambda: made)
+    assert "eval chain" in decoded_again(config, target, drafter, tmp_path, monkeypatch)
+
+
+def test_a_certificate_of_other_questions_or_plain_texts_is_made_again(
+    tmp_path, target, drafter, monkeypatch
+):
+    """One prompt is decoded, but the certificate asks more of the file."""
+    config = settings(tmp_path)
+    config = replace(config, eval=replace(config.eval, runs=[CHAIN], max_prompts=1))
+    run_evaluation(config, target, drafter, tmp_path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(path.read_text().replace("b 1?", "b one?"))
+    with monkeypatch.context() as patch:
+        assert decoded_again(config, target, drafter, tmp_path, patch) == ["certificate"]
+    texts = tmp_path / "eval" / "runs" / "chain" / "texts.jsonl"
+    line = json.loads(texts.read_text())
+    line["plain"]["ids"][-1] ^= 1
+    texts.write_text(json.dumps(line) + "\n")
+    with monkeypatch.context() as patch, pytest.raises(CertificateFailed):
+        fill(tmp_path, config)
+        decoded_again(config, target, drafter, tmp_path, patch)
 
 
 def test_another_drafter_is_not_mixed_in(done, target, drafter, monkeypatch):
