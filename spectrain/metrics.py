@@ -1,8 +1,8 @@
 """Counters in, numbers out: tau, alpha, c, r, eta and their 95% bootstrap intervals.
 
 Every number is a ratio of sums over texts, and the sums are kept apart until the last division, so that
-batches, processes and resamples pool rightly. Definitions: docs/architecture.md (Metrics). Knows no model,
-engine or file. Legend: P texts, B resamples, K slots.
+batches, processes and resamples pool rightly. Definitions: docs/math.md. Knows no model, engine or file.
+Legend: P texts, B resamples, K slots.
 
 A cut (stop token or length) drops the tail of a verified block. A slot counts as reached iff its place in the
 text is within the cut and all slots before it were accepted, which is known before its coin is tossed; so a
