@@ -55,7 +55,8 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     names = ("recipe", "note", "target", "drafter")
     if missing := [key for key in names if key not in manifest]:
         raise ValueError(
-            f"{evaluation / MANIFEST}: no {missing[0]}: of an older version; run the eval stage (stages=[eval])"
+            f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
+            "run the eval stage (stages=[eval])"
         )
     settings = manifest["eval"]
     certificate = read_json(evaluation / "certificate" / "certificate.json")

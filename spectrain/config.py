@@ -28,6 +28,13 @@ def at_least(key: str, value: float, low: float) -> None:
         raise ValueError(f"{key}={value!r}: expected at least {low}")
 
 
+def above_zero(key: str, value: float, high: float = float("inf")) -> None:
+    """Raise ValueError naming key and value unless 0 < value <= high."""
+    if not 0 < value <= high:
+        most = "" if high == float("inf") else f", at most {high:g}"
+        raise ValueError(f"{key}={value!r}: expected above 0{most}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     path: str = "smollm2"
@@ -44,7 +51,8 @@ class TargetConfig:
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     path: str = "quickstart"
-    """JSONL file of conversations, or "quickstart": the corpus that the package carries."""
+    """JSONL file of conversations, or "quickstart": the corpus that the package carries; empty where a recipe
+    leaves it to the user. Only the prepare stage needs it."""
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut at the end."""
     min_supervised: int = 2
@@ -77,7 +85,7 @@ class RegenerateConfig:
     def __post_init__(self):
         for temperature in self.temperatures:
             at_least("regenerate.temperatures", temperature, 0.0)
-        within("regenerate.top_p", self.top_p, 0.0, 1.0)
+        above_zero("regenerate.top_p", self.top_p, 1.0)
         at_least("regenerate.max_new_tokens", self.max_new_tokens, 1)
         at_least("regenerate.batch", self.batch, 1)
 
@@ -147,11 +155,15 @@ class TrainConfig:
         at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)
         at_least("train.micro_tokens", self.micro_tokens, 2)
         at_least("train.passes", self.passes, 0.0)
-        at_least("train.learning_rate", self.learning_rate, 0.0)
+        above_zero("train.learning_rate", self.learning_rate)
+        above_zero("train.muon_learning_rate", self.muon_learning_rate)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas={self.betas!r}: expected two numbers from 0 to below 1")
         within("train.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
         within("train.min_ratio", self.min_ratio, 0.0, 1.0)
         at_least("train.save_every", self.save_every, 1)
         at_least("train.keep", self.keep, 1)
+        at_least("train.eval_prompts", self.eval_prompts, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,15 +190,25 @@ class DecodeRunConfig:
     batch: int = 1
 
     def __post_init__(self):
-        choose(f"eval.runs.{self.name}.proposal", self.proposal, ("chain", "tree"))
-        choose(f"eval.runs.{self.name}.law", self.law, ("rejection", "target_only"))
-        choose(f"eval.runs.{self.name}.dtype", self.dtype, ("float32", "bfloat16"))
-        at_least(f"eval.runs.{self.name}.length", self.length, 1)
-        at_least(f"eval.runs.{self.name}.batch", self.batch, 1)
-        at_least(f"eval.runs.{self.name}.temperature", self.temperature, 0.0)
-        within(f"eval.runs.{self.name}.top_p", self.top_p, 0.0, 1.0)
+        key = f"eval.runs.{self.name}"
+        choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
+        choose(f"{key}.law", self.law, ("rejection", "target_only"))
+        choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
+        at_least(f"{key}.length", self.length, 1)
+        at_least(f"{key}.batch", self.batch, 1)
+        at_least(f"{key}.temperature", self.temperature, 0.0)
+        at_least(f"{key}.draft_temperature", self.draft_temperature, 0.0)
+        if self.temperature == 0 and self.draft_temperature:
+            raise ValueError(
+                f"{key}.draft_temperature={self.draft_temperature!r}: expected 0 at temperature 0"
+            )
+        at_least(f"{key}.top_k_filter", self.top_k_filter, 0)
+        above_zero(f"{key}.top_p", self.top_p, 1.0)
+        if self.proposal == "tree":
+            at_least(f"{key}.nodes", self.nodes, 1)
+            at_least(f"{key}.top_k", self.top_k, 1)
         if self.proposal == "tree" and self.law == "rejection":
-            raise ValueError(f"eval.runs.{self.name}.law=rejection: a tree needs law target_only")
+            raise ValueError(f"{key}.law=rejection: a tree needs law target_only")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +234,8 @@ class EvalConfig:
                 "eval.runs=[]: expected at least one run; the first is the headline of the report"
             )
         at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        at_least("eval.sampling_tokens", self.sampling_tokens, 1)
+        at_least("eval.bootstrap", self.bootstrap, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,3 +285,5 @@ class RunConfig:
         for stage in self.budget_s:
             choose("budget_s", stage, STAGES + ON_REQUEST)
         choose("device", self.device, ("auto", "cpu", "cuda"))
+        if "prepare" in self.stages and not self.corpus.path:
+            raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")

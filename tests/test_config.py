@@ -106,6 +106,50 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
     assert str(error.value) == message
 
 
+LOW = "eval.runs.a.draft_temperature"
+BETAS = "expected two numbers from 0 to below 1"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("eval.runs=[{name: a, draft_temperature: 0.5}]", f"{LOW}=0.5: expected 0 at temperature 0"),
+        (
+            "eval.runs=[{name: a, temperature: 1, draft_temperature: -1}]",
+            f"{LOW}=-1.0: expected at least 0.0",
+        ),
+        ("eval.runs=[{name: a, top_p: 0}]", "eval.runs.a.top_p=0.0: expected above 0, at most 1"),
+        ("eval.runs=[{name: a, top_p: 1.5}]", "eval.runs.a.top_p=1.5: expected above 0, at most 1"),
+        ("regenerate.top_p=0", "regenerate.top_p=0.0: expected above 0, at most 1"),
+        ("eval.runs=[{name: a, top_k_filter: -1}]", "eval.runs.a.top_k_filter=-1: expected at least 0"),
+        (
+            "eval.runs=[{name: a, proposal: tree, law: target_only, nodes: 0}]",
+            "eval.runs.a.nodes=0: expected at least 1",
+        ),
+        (
+            "eval.runs=[{name: a, proposal: tree, law: target_only, top_k: 0}]",
+            "eval.runs.a.top_k=0: expected at least 1",
+        ),
+        ("eval.sampling_tokens=0", "eval.sampling_tokens=0: expected at least 1"),
+        ("eval.bootstrap=0", "eval.bootstrap=0: expected at least 1"),
+        ("train.eval_prompts=0", "train.eval_prompts=0: expected at least 1"),
+        ("train.learning_rate=0", "train.learning_rate=0.0: expected above 0"),
+        ("train.muon_learning_rate=0", "train.muon_learning_rate=0.0: expected above 0"),
+        ("train.betas=[0.9]", f"train.betas=[0.9]: {BETAS}"),
+        ("train.betas=[0.9,1]", f"train.betas=[0.9, 1.0]: {BETAS}"),
+        ("train.betas=[-0.1,0.9]", f"train.betas=[-0.1, 0.9]: {BETAS}"),
+    ],
+)
+def test_a_value_that_a_later_stage_would_choke_on_is_refused_at_the_door(words, message):
+    with pytest.raises(ValueError) as error:
+        quickstart(words)
+    assert str(error.value) == message
+
+
+def test_a_recipe_without_a_corpus_regenerates():
+    assert compose(["recipe=eagle3_llama", "stages=regenerate"]).corpus.path == ""
+
+
 def test_a_tree_with_the_rejection_law_is_refused():
     with pytest.raises(ValueError, match="^eval.runs.t.law=rejection: a tree needs law target_only$"):
         DecodeRunConfig(name="t", proposal="tree")
