@@ -260,19 +260,30 @@ class Target:
 
 def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
     """Load target and tokenizer from a folder or hub id; "smollm2" is the embedded default (see
-    `spectrain.smollm2`)."""
+    `spectrain.smollm2`).
+
+    Raises ValueError naming target.path where that is no model; what the system refuses stays OSError.
+    """
     path = config.path
     if path == "smollm2":
         from spectrain.smollm2 import converted_folder
 
         path = str(converted_folder())
-    elif path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").exists():
+    folder = Path(path).expanduser()
+    is_folder = path.startswith((".", "/", "~")) or folder.is_dir()
+    if is_folder and not (folder / "config.json").exists():
         raise ValueError(f"target.path={path!r}: no config.json there")
-    path = str(Path(path).expanduser()) if Path(path).expanduser().exists() else path
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
-    )
+    path = str(folder) if is_folder else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"target.path={config.path!r}: {reason}") from error
     return Target(model.to(device), tokenizer, path=config.path)
 
 
