@@ -23,8 +23,9 @@ import torch
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
 from spectrain.checkpoint import best, check_target
 from spectrain.config import RunConfig, choose
+from spectrain.drafters.vocab import vocabulary_maps
 from spectrain.proposal import Observation, Plan
-from spectrain.replay import ROPE_KEYS, Replay
+from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq
 from spectrain.target import Target
 
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
@@ -90,11 +91,7 @@ def check(folder: Path, target: Target) -> float:
         raise ValueError(
             f"{folder}: vocab_size={replay.config['vocab_size']}: target has {target.vocab_size}"
         )
-    if replay.tap_ids[-1] > target.num_layers - 2:
-        raise ValueError(
-            f"{folder}: layer {replay.tap_ids[-1]} is tapped: engines capture 0 to {target.num_layers - 2}"
-        )
-    _check_rotary(folder, replay, target)
+    _check_shape(str(folder / "config.json"), replay.config, replay.tap_ids, target)
     outside = sorted(set(target.stop_ids()) - set(replay.target_ids.tolist()))
     if outside:
         log.warning("%s: stop ids %s are outside the draft vocabulary and are never drafted", folder, outside)
@@ -108,6 +105,11 @@ def check(folder: Path, target: Target) -> float:
             f"{weights}: replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
         )
     return worst
+
+
+def check_untrained(target: Target, drafter, dtype: str) -> None:
+    """Raise ValueError now for a drafter whose shape `check` would refuse after its training."""
+    _check_shape("export", engine_config(target, drafter, dtype), drafter.taps, target)
 
 
 def engine_config(target: Target, drafter, dtype: str) -> dict[str, Any]:
@@ -142,18 +144,6 @@ def rope_dialects(rope: dict[str, Any]) -> dict[str, Any]:
     if new["rope_type"] != "default":
         dialects["rope_scaling"] = {key: value for key, value in new.items() if key != "rope_theta"}
     return dialects
-
-
-def vocabulary_maps(kept_ids_W: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
-    """d2t int64 [W], offsets: target id = i + d2t[i]; t2d bool [V]. Neither where all ids are kept.
-
-    kept ids 0, 2, 3, 7, 9 of 10 -> d2t 0, 1, 1, 4, 5 and t2d true at the kept ids.
-    """
-    if len(kept_ids_W) == vocab_size:
-        return {}
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[kept_ids_W] = True
-    return {"d2t": kept_ids_W - torch.arange(len(kept_ids_W)), "t2d": t2d}
 
 
 def model_card(config: RunConfig, target: Target, drafter, run_dir: Path) -> str:
@@ -247,15 +237,18 @@ def _rounded(drafter, dtype: torch.dtype) -> Iterator[None]:
             p.data = data
 
 
-def _check_rotary(folder: Path, replay: Replay, target: Target) -> None:
-    """The frequencies of the exported config must be among the rotary buffers of the target's decoder."""
+def _check_shape(where: str, config: dict[str, Any], taps: Sequence[int], target: Target) -> None:
+    """Engines must know the graph and reach the taps; the frequencies of the config must be among the rotary
+    buffers of the target's decoder."""
+    check_config(where, config)
+    if taps[-1] > target.num_layers - 2:
+        raise ValueError(f"{where}: layer {taps[-1]} is tapped: engines capture 0 to {target.num_layers - 2}")
+    found, _ = inv_freq(config)
     own = [b.float().cpu() for name, b in target.decoder.named_buffers() if name.endswith("inv_freq")]
-    if own and not any(
-        b.shape == replay.inv_freq.shape and torch.allclose(b, replay.inv_freq, 1e-5) for b in own
-    ):
+    if own and not any(b.shape == found.shape and torch.allclose(b, found, 1e-5) for b in own):
         raise ValueError(
-            f"{folder / 'config.json'}: rope_parameters={replay.config['rope_parameters']} give frequencies "
-            f"{replay.inv_freq.tolist()[:4]}..: the target has {own[0].tolist()[:4]}.."
+            f"{where}: rope_parameters={config['rope_parameters']} give frequencies "
+            f"{found.tolist()[:4]}..: the target has {own[0].tolist()[:4]}.."
         )
 
 

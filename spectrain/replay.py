@@ -128,8 +128,6 @@ def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
     """
     old = {"rope_theta": config.get("rope_theta"), **config.get("rope_scaling", {"rope_type": "default"})}
     rope = config.get("rope_parameters", old)
-    if "rope_theta" in config and rope != old:
-        raise ValueError(f"config.json: rope_parameters={rope} differs from rope_theta, rope_scaling={old}")
     kind, theta, K = rope.get("rope_type"), rope.get("rope_theta"), config["head_dim"]
     if kind not in ROPE_KEYS:
         raise ValueError(f"config.json: rope_type={kind!r}: expected one of {', '.join(ROPE_KEYS)}")
@@ -139,6 +137,8 @@ def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
             raise ValueError(f"config.json: rope_parameters.{key} is missing for rope_type={kind!r}")
     if unknown := sorted(set(rope) - {"rope_type", "rope_theta", *needed, *allowed}):
         raise ValueError(f"config.json: rope_parameters.{unknown[0]} is not known for rope_type={kind!r}")
+    if "rope_theta" in config and rope != old:
+        raise ValueError(f"config.json: rope_parameters={rope} differs from rope_theta, rope_scaling={old}")
     plain = theta ** -(torch.arange(0, K, 2, dtype=torch.float32) / K)
     if kind == "default":
         return plain, 1.0
@@ -189,31 +189,36 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: missing or damaged ({error})") from None
-    _refuse_null(path, config, "")
+    check_config(str(path), config)
+    return config
+
+
+def check_config(where: str, config: dict[str, Any]) -> None:
+    """Raise ValueError beginning with `where` unless the keys are there and ask for the graph known here."""
+    _refuse_null(where, config, "")
     if config.get("architectures") != [ARCHITECTURE] or config.get("model_type") != "llama":
         found = f"{config.get('architectures')} of model_type {config.get('model_type')!r}"
-        raise ValueError(f"{path}: architectures={found}: expected [{ARCHITECTURE!r}] of model_type 'llama'")
+        raise ValueError(f"{where}: architectures={found}: expected [{ARCHITECTURE!r}] of model_type 'llama'")
     numbers = (
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
         "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states target_hidden_size"
     )
     for key in (*numbers.split(), *GRAPH, "dtype", "torch_dtype"):
         if key not in config:
-            raise ValueError(f"{path}: key {key} is missing")
+            raise ValueError(f"{where}: key {key} is missing")
     for key, known in GRAPH.items():
         if config[key] != known:
-            raise ValueError(f"{path}: {key}={config[key]!r}: expected {known!r}")
+            raise ValueError(f"{where}: {key}={config[key]!r}: expected {known!r}")
     if config["dtype"] != config["torch_dtype"]:
-        raise ValueError(f"{path}: dtype={config['dtype']!r}, torch_dtype={config['torch_dtype']!r}: differ")
-    return config
+        raise ValueError(f"{where}: dtype={config['dtype']!r}, torch_dtype={config['torch_dtype']!r}: differ")
 
 
-def _refuse_null(path: Path, value: Any, where: str) -> None:
+def _refuse_null(where: str, value: Any, key: str) -> None:
     if value is None:
-        raise ValueError(f"{path}: {where} is null, which strict readers refuse")
+        raise ValueError(f"{where}: {key} is null, which strict readers refuse")
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        _refuse_null(path, item, f"{where}.{key}".lstrip("."))
+    for name, item in items:
+        _refuse_null(where, item, f"{key}.{name}".lstrip("."))
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -110,9 +110,15 @@ class Road:
         return kept_ids
 
     def new_drafter(self, target: Target) -> Any:
-        """A drafter before its training, the same at every call."""
+        """A drafter before its training, the same at every call; one that the export stage would refuse
+        raises ValueError now."""
         config = self.config
-        return checkpoint.build_drafter(config.drafter, target, self.kept_ids, seed=config.train.seed)
+        drafter = checkpoint.build_drafter(config.drafter, target, self.kept_ids, seed=config.train.seed)
+        if "export" in config.stages:
+            from spectrain.export import check_untrained
+
+            check_untrained(target, drafter, config.export.dtype)
+        return drafter
 
     def trained_drafter(self, target: Target) -> Any:
         return checkpoint.load_drafter(self.folder, target)

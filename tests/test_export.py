@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle3
-from spectrain.export import check, engine_config, export, rope_dialects, vocabulary_maps
+from spectrain.export import check, check_untrained, engine_config, export, rope_dialects
 from spectrain.replay import Replay
 from spectrain.target import Target
 from spectrain.testing import ladder_llama, tiny_llama
@@ -94,15 +94,6 @@ def test_a_tap_that_no_engine_captures_is_an_error(tmp_path):
         exported(llama(), tmp_path, taps=(0, 1, 3))
 
 
-@pytest.mark.case("O-V01")
-def test_d2t_holds_offsets_and_t2d_marks_the_kept_ids():
-    maps = vocabulary_maps(torch.tensor([0, 2, 3, 7, 9]), 10)
-    assert maps["d2t"].tolist() == [0, 1, 1, 4, 5]
-    assert maps["d2t"].dtype == torch.int64
-    assert maps["t2d"].nonzero()[:, 0].tolist() == [0, 2, 3, 7, 9]
-    assert maps["t2d"].dtype == torch.bool
-
-
 def test_a_full_draft_vocabulary_has_no_maps(tmp_path):
     folder = exported(llama(), tmp_path, kept=torch.arange(40))
     assert not {"d2t", "t2d"} & set(load_file(folder / "model.safetensors"))
@@ -166,6 +157,30 @@ def test_plain_rope_has_no_rope_scaling(tmp_path):
 def test_an_unknown_rope_type_is_an_error():
     with pytest.raises(ValueError, match="'longrope': expected one of default, linear, llama3, yarn"):
         rope_dialects({"rope_type": "longrope", "rope_theta": 1e4})
+
+
+@pytest.mark.case("O-E02")
+@pytest.mark.parametrize(
+    ("taps", "rope", "message"),
+    [
+        ((0, 1, 3), {}, "layer 3 is tapped: engines capture 0 to 2"),
+        (
+            (0, 1),
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor is not known for rope_type='default'",
+        ),
+        ((0, 1), {"rope_type": "dynamic", "factor": 2.0}, "'dynamic': expected one of default, linear"),
+    ],
+)
+def test_what_no_engine_can_serve_is_refused_before_training(taps, rope, message):
+    target = llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **rope})
+    with pytest.raises(ValueError, match=message):
+        check_untrained(target, drafter_for(target, taps=taps), "bfloat16")
+
+
+def test_a_drafter_that_can_be_exported_passes_the_check_before_training():
+    for target in (llama(), qwen3()):
+        check_untrained(target, drafter_for(target), "bfloat16")
 
 
 @pytest.mark.case("O-E02")

@@ -155,6 +155,13 @@ def test_rows_of_another_corpus_or_option_are_not_trained_on(finished, inputs, c
     assert f"prepared with other settings (changed: {key}={value!r}); run the prepare stage" in message
 
 
+def test_what_the_export_would_refuse_is_refused_before_capture(inputs, tmp_path, capsys):
+    words = ("stages=[prepare,capture,train,export]", "drafter.taps=[0,1,4]")
+    assert spectrain(inputs, tmp_path / "new", *words) == 2
+    assert "layer 4 is tapped: engines capture 0 to 3" in capsys.readouterr().err
+    assert not (tmp_path / "new" / "features").exists()
+
+
 def test_online_training_captures_nothing(inputs, tmp_path):
     words = ("train.features=online", "stages=[prepare,capture]")
     assert spectrain(inputs, tmp_path / "online", *words) == 0
