@@ -176,7 +176,8 @@ def capture(
         needed = tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype)
         _check_space(folder, needed, len(missing), len(plan))
     process.wait_for_everyone()
-    rejected = _rejected(_records(folder, [number for number in own if number not in set(mine)]))
+    new = set(mine)
+    rejected = _rejected(_records(folder, [number for number in own if number not in new]))
     interval = 0.1 if sys.stderr.isatty() else 10
     hidden = not (progress and process.is_main_process)
     with tqdm(

@@ -89,8 +89,7 @@ def train(
 def make_accelerator(config: RunConfig, target: Target) -> Accelerator:
     """The processes and the device of this run; raises ValueError if the launcher asks for what the loop does
     not do."""
-    cpu = config.device == "cpu" or config.device == "auto" and not torch.cuda.is_available()
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no")
+    accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")
     if accelerator.distributed_type in (
         DistributedType.DEEPSPEED,
         DistributedType.FSDP,
