@@ -15,7 +15,6 @@ from spectrain.artifacts import write_json
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig, WandbConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.certificate import CertificateFailed
-from spectrain.eval.plots import ticks
 from spectrain.eval.records import read_texts
 from spectrain.eval.report import build_report, scalars, write_report
 from spectrain.eval.report_table import table
@@ -57,6 +56,11 @@ def settings(folder: Path) -> RunConfig:
             bootstrap=200,
         ),
     )
+
+
+def one_run(folder: Path, **changes) -> RunConfig:
+    config = settings(folder)
+    return replace(config, eval=replace(config.eval, runs=[CHAIN], **changes))
 
 
 def fill(folder: Path, config: RunConfig) -> None:
@@ -237,17 +241,21 @@ def test_scalars_carry_every_number_of_every_run(report):
     assert found["eval/chain_t1/tau"] == report["runs"][1]["tau"]["value"]
 
 
-def test_finished_runs_are_reused_and_a_missing_one_is_made(done, target, drafter, monkeypatch):
-    config = settings(done)
-    (done / "eval" / "runs" / "tree" / "manifest.json").unlink()  # as if killed before the end
-    decoded = []
-    real = evaluation.decode_in_turns
+def decoded_again(config, target, drafter, folder, monkeypatch) -> list[str]:
+    """What an evaluation of a finished folder makes anew: titles of runs, "certificate"."""
+    made: list[str] = []
+    decode, certify = evaluation.decode_in_turns, evaluation.certify
     monkeypatch.setattr(
-        evaluation, "decode_in_turns", lambda *args, **kw: decoded.append(kw["title"]) or real(*args, **kw)
+        evaluation, "decode_in_turns", lambda *args, **kw: made.append(kw["title"]) or decode(*args, **kw)
     )
-    monkeypatch.setattr(evaluation, "certify", lambda *args: pytest.fail("the certificate was made again"))
-    run_evaluation(config, target, drafter, done)
-    assert decoded == ["eval tree"]
+    monkeypatch.setattr(evaluation, "certify", lambda *args: made.append("certificate") or certify(*args))
+    run_evaluation(config, target, drafter, folder)
+    return made
+
+
+def test_finished_runs_are_reused_and_a_missing_one_is_made(done, target, drafter, monkeypatch):
+    (done / "eval" / "runs" / "tree" / "manifest.json").unlink()  # as if killed before the end
+    assert decoded_again(settings(done), target, drafter, done, monkeypatch) == ["eval tree"]
 
 
 def test_a_report_made_elsewhere_shows_where_and_with_what_the_evaluation_was_made(done, report):
@@ -269,23 +277,10 @@ def test_reused_runs_keep_the_provenance_of_their_decoding(done, target, drafter
     assert build_report(done)["provenance"] == before
 
 
-def decoded_again(config, target, drafter, folder, monkeypatch) -> list[str]:
-    """What an evaluation of a finished folder makes anew: titles of runs, "certificate"."""
-    made: list[str] = []
-    decode, certify = evaluation.decode_in_turns, evaluation.certify
-    monkeypatch.setattr(
-        evaluation, "decode_in_turns", lambda *args, **kw: made.append(kw["title"]) or decode(*args, **kw)
-    )
-    monkeypatch.setattr(evaluation, "certify", lambda *args: made.append("certificate") or certify(*args))
-    run_evaluation(config, target, drafter, folder)
-    return made
-
-
 def test_results_of_another_form_of_decoding_or_version_are_not_reused(
     tmp_path, target, drafter, monkeypatch
 ):
-    config = settings(tmp_path)
-    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    config = one_run(tmp_path)
     run_evaluation(config, target, drafter, tmp_path)
     monkeypatch.setattr(evaluation, "FORM", evaluation.FORM + 1)
     assert decoded_again(config, target, drafter, tmp_path, monkeypatch) == ["eval chain", "certificate"]
@@ -299,8 +294,7 @@ def test_a_certificate_of_other_questions_or_plain_texts_is_made_again(
     tmp_path, target, drafter, monkeypatch
 ):
     """One prompt is decoded, but the certificate asks more of the file."""
-    config = settings(tmp_path)
-    config = replace(config, eval=replace(config.eval, runs=[CHAIN], max_prompts=1))
+    config = one_run(tmp_path, max_prompts=1)
     run_evaluation(config, target, drafter, tmp_path)
     path = tmp_path / "prompts.jsonl"
     path.write_text(path.read_text().replace("b 1?", "b one?"))
@@ -333,8 +327,7 @@ def test_another_drafter_is_not_mixed_in(done, target, drafter, monkeypatch):
 
 def test_no_report_is_made_of_an_evaluation_that_was_stopped_half_way(tmp_path, target, drafter, monkeypatch):
     """Texts of another drafter beside the manifest and certificate of the first would read as lossless."""
-    config = settings(tmp_path)
-    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    config = one_run(tmp_path)
     fill(tmp_path, config)
     run_evaluation(config, target, drafter, tmp_path)
     other = type(drafter)(target)
@@ -351,8 +344,7 @@ def test_no_report_is_made_of_an_evaluation_that_was_stopped_half_way(tmp_path, 
 
 
 def test_texts_are_not_reused_under_the_manifest_of_those_before(tmp_path, target, drafter, monkeypatch):
-    config = settings(tmp_path)
-    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    config = one_run(tmp_path)
     run_evaluation(config, target, drafter, tmp_path)
     other = type(drafter)(target)
     other.logits_VV.mul_(1.01)
@@ -369,8 +361,7 @@ def test_texts_are_not_reused_under_the_manifest_of_those_before(tmp_path, targe
 def test_a_failed_certificate_withholds_eta_after_the_report_is_written(
     tmp_path, target, drafter, monkeypatch
 ):
-    config = settings(tmp_path)
-    config = replace(config, eval=replace(config.eval, runs=[CHAIN]))
+    config = one_run(tmp_path)
     fill(tmp_path, config)
     real = evaluation.certify
 
@@ -412,9 +403,3 @@ def test_training_asks_for_tau_by_real_decoding(tmp_path, target, drafter):
     found = evaluation.decode_held_out(settings(tmp_path), target, drafter)
     assert set(found) == {"tau", "alpha", "alpha_0", "alpha_1", "alpha_2"}
     assert 1 < found["tau"] < 4 and 0 < found["alpha"] < 1
-
-
-def test_ticks_are_round_and_span_the_values():
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(1, 2.79) == [1, 1.5, 2, 2.5, 3]
-    assert ticks(2, 2) == sorted(ticks(2, 2)) and len(ticks(2, 2)) >= 2
