@@ -30,7 +30,8 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = [f"tests/kernels/test_{name}.py" for name in ("linear_divergence", "ttt_attention")]
+KERNELS = ("linear_divergence", "ttt_attention", "gated_mlp", "rms_norm")
+TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS]
 
 
 @dataclass(frozen=True)
