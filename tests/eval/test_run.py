@@ -104,7 +104,7 @@ def report(done) -> dict:
 
 def test_every_turn_of_every_prompt_is_decoded_by_both_arms(done):
     texts = read_texts(done / "eval" / "runs" / "chain" / "texts.jsonl")
-    assert [f"{t.id} {t.turn}" for t in texts] == "a-0 0,b-0 0,a-1 0,a-1 1,b-1 0,b-1 1".split(",")
+    assert [f"{t.id} {t.turn}" for t in texts] == ["a-0 0", "b-0 0", "a-1 0", "a-1 1", "b-1 0", "b-1 1"]
     assert [t.unit for t in texts] == [0, 1, 2, 2, 3, 3]
     assert all(t.speculative.ids == t.plain.ids for t in texts)
     assert len(texts[3].plain.prompt_ids) > len(texts[2].plain.prompt_ids) + len(texts[2].plain.ids)
