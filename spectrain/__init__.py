@@ -35,8 +35,7 @@ def generate(
     `rejection`, a tree by `target_only`; both keep the target's own law. Raises ValueError for prompts and
     settings that do not fit.
 
-        replies = spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"],
-        max_new_tokens=64) print(replies[0].text)
+        spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
     from dataclasses import replace
     from pathlib import Path
@@ -75,5 +74,5 @@ def generate(
         plan=plan,
         law="rejection" if plan is not None and plan.shape == "chain" else "target_only",
     )
-    decode_text = target.tokenizer.decode
-    return [replace(one, text=decode_text(one.ids, skip_special_tokens=True)) for one in found]
+    texts = target.tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
+    return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
