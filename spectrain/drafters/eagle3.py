@@ -307,9 +307,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
-    """Consecutive rows of one document as runs for the attention."""
+    """Consecutive rows as runs for the attention; two further tokens of its document follow each, so that a run
+    never reaches into another one."""
     edge = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
-    edge[1:-1] = (rows[1:] != rows[:-1] + 1) | (begins[rows[1:]] != begins[rows[:-1]])
+    edge[1:-1] = rows[1:] != rows[:-1] + 1
     bounds = edge.nonzero()[:, 0].tolist()
     firsts, docs = rows[bounds[:-1]].tolist(), begins[rows[bounds[:-1]]].tolist()
     return tuple(
