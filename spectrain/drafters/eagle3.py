@@ -307,8 +307,8 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
-    """Consecutive rows as runs for the attention; two further tokens of its document follow each, so that a run
-    never reaches into another one."""
+    """Consecutive rows as runs for the attention; two more tokens of its document follow each row, so that no
+    run reaches into another one."""
     edge = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
     edge[1:-1] = rows[1:] != rows[:-1] + 1
     bounds = edge.nonzero()[:, 0].tolist()
