@@ -76,6 +76,8 @@ class RegenerateConfig:
     """JSONL file of prompts (`id`, `turns`), or "quickstart"."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     """One answer per prompt and temperature."""
+    in_turn: bool = False
+    """One answer per prompt: the first prompt at the first temperature, the second at the second, and on."""
     top_p: float = 1.0
     max_new_tokens: int = 160
     """Longest answer in tokens."""

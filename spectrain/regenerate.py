@@ -1,8 +1,9 @@
 """Answers by the target itself: prompts in, conversations out, one JSONL line per prompt and temperature.
 
-A drafter must learn the target's own text, not somebody else's. Answers are appended group by group; a killed
-run goes on where it stopped, since a line names its prompt and temperature. Sampling settings and the
-target's fingerprint are in the provenance file beside the output. Knows no training.
+A drafter must learn the target's own text, not somebody else's. Answers are appended group by group, by each
+process to a file of its own; a killed run goes on where it stopped, since a line names its prompt and
+temperature. Sampling settings and the target's fingerprint are in the provenance file beside the output.
+Knows no training.
 """
 
 import json
@@ -10,6 +11,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from accelerate import PartialState
 from tqdm import tqdm
 
 from spectrain import __version__
@@ -42,37 +44,82 @@ def regenerate(config: RunConfig, target: Target, out: Path) -> None:
         "target": target.fingerprint(),
         "template_arguments": config.corpus.template_arguments,
     }
-    done = _resume(out, asked)
+    process = PartialState(cpu=target.device.type == "cpu")
+    if process.is_main_process:
+        _open(out, asked)
+        _gather(out)
+    process.wait_for_everyone()
+    done = {row["id"] for row in _rows(out)}
     jobs = [
-        (p, i, t) for t in settings.temperatures for i, p in enumerate(prompts) if answer_id(p, t) not in done
+        (p, i, t)
+        for i, p in enumerate(prompts)
+        for t in (
+            [settings.temperatures[i % len(settings.temperatures)]]
+            if settings.in_turn
+            else settings.temperatures
+        )
+        if answer_id(p, t) not in done
     ]
     # neighbours of like length finish together
     jobs.sort(key=lambda job: (job[2], sum(map(len, job[0].turns))))
+    process.wait_for_everyone()  # all have read before one appends
+    _write(
+        config,
+        target,
+        jobs[process.process_index :: process.num_processes],
+        _part(out, process.process_index),
+    )
+    process.wait_for_everyone()
+    if process.is_main_process:
+        rows = _gather(out)
+        log.info("%d conversations in %s", len(rows), out)
+
+
+def _write(config: RunConfig, target: Target, jobs: list[tuple[Prompt, int, float]], out: Path) -> None:
+    """Append the answers of this process to its own file."""
     num_tokens = 0
     with (
         tqdm(total=len(jobs), desc="regenerate", unit="answer", dynamic_ncols=True) as bar,
         open(out, "a", encoding="utf-8") as file,
     ):
-        for first in range(0, len(jobs), settings.batch):
-            group = jobs[first : first + settings.batch]
+        for first in range(0, len(jobs), config.regenerate.batch):
+            group = jobs[first : first + config.regenerate.batch]
             for row, count in _answer(config, target, group):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 num_tokens += count
             file.flush()
             bar.update(len(group))
             bar.set_postfix_str(f"{num_tokens} tokens")
-    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
-    rows.sort(key=lambda row: row["id"])
-    write_bytes(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-    log.info("%d conversations in %s", len(rows), out)
+
+
+def _part(out: Path, process: int) -> Path:
+    return out if process == 0 else out.with_suffix(f".{process}.jsonl")
+
+
+def _rows(path: Path) -> list[dict]:
+    """The whole lines of a file of answers, none if it is not there; a last line cut by a kill, perhaps
+    inside a character, is not one."""
+    written = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in written[: written.rfind(b"\n") + 1].split(b"\n") if line]
+
+
+def _gather(out: Path) -> list[dict]:
+    """Put the answers of all processes into `out`, by id, and drop their files."""
+    parts = sorted(out.parent.glob(f"{out.stem}.*.jsonl"))
+    rows = {row["id"]: row for path in (out, *parts) for row in _rows(path)}
+    ordered = [rows[key] for key in sorted(rows)]
+    write_bytes(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered).encode())
+    for path in parts:
+        path.unlink()
+    return ordered
 
 
 def answer_id(prompt: Prompt, temperature: float) -> str:
     return f"{prompt.id}-t{temperature:g}"
 
 
-def _resume(out: Path, asked: dict) -> set[str]:
-    """Ids of the answers that `out` holds; a last line cut by a kill is dropped."""
+def _open(out: Path, asked: dict) -> None:
+    """Say beside `out` how its answers are made; raises ValueError if it holds answers made otherwise."""
     provenance = out.with_suffix(".provenance.json")
     if out.exists() and (
         not provenance.exists() or read_json(provenance)["settings"] != json.loads(json.dumps(asked))
@@ -82,13 +129,6 @@ def _resume(out: Path, asked: dict) -> set[str]:
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(provenance, {"settings": asked, "spectrain": __version__, "made_by": "stages=regenerate"})
-    if not out.exists():
-        return set()
-    written = out.read_bytes()  # the cut may lie inside a character
-    whole = written[: written.rfind(b"\n") + 1]
-    if whole != written:
-        write_bytes(out, whole)
-    return {json.loads(line)["id"] for line in whole.split(b"\n") if line}
 
 
 def _answer(config: RunConfig, target: Target, group: list[tuple[Prompt, int, float]]):

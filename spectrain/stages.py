@@ -6,8 +6,8 @@
     R/stages.json       seconds and budget of each stage
 
 A stage's own fingerprint decides whether its result is reused; this file only says what came out. With
-several processes all capture and train; the rest is the first one's. Knows no stage's work: a stage's imports
-come when it runs.
+several processes all capture, train and regenerate; the rest is the first one's. Knows no stage's work: a
+stage's imports come when it runs.
 """
 
 import logging
@@ -32,7 +32,7 @@ from spectrain.target import Target, load_target
 
 log = logging.getLogger(__name__)
 
-EVERY_PROCESS = ("capture", "train")
+EVERY_PROCESS = ("capture", "train", "regenerate")
 OUTPUTS = {
     "prepare": ("prepared",),
     "capture": ("features",),
