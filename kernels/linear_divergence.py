@@ -129,10 +129,8 @@ class _LinearDivergence(torch.autograd.Function):
                 label=None if labels is None else labels[here].clamp(min=0),
                 buffers=buffers,
             )
-            best = chunk.softmax()
-            stats["agree"][here] = (
-                0.0 if top1 is None else (best == top1[first:last][chunk.local]).to(dz.dtype)
-            )
+            chunk.softmax()
+            stats["agree"][here] = 0.0 if top1 is None else chunk.agreement(top1[first:last])
             stats["alpha"][here] = alpha = chunk.overlap()
             stats["loss"][here], dz[here] = chunk.loss_and_gradient(alpha, decay, dhead)
         ctx.save_for_backward(dz, dhead)
@@ -174,15 +172,21 @@ class _Chunk:
     label: torch.Tensor | None
     buffers: list[torch.Tensor]
 
-    def softmax(self) -> torch.Tensor:
-        """Fill x with q; keep log-sum-exp and the label's logit; returns the arg-max [m]."""
+    def softmax(self) -> None:
+        """Fill x with q; keep log-sum-exp, the largest q and the label's logit."""
         self.x = x = torch.mm(self.z, self.head.t(), out=self.buffers[0][: len(self.z)])
-        top, best = x.max(-1)
+        top = x.amax(-1)
         if self.label is not None:
             self.label_logit = x.gather(1, self.label[:, None])[:, 0]
         torch.ops.aten._softmax.out(x, -1, False, out=x)
-        self.lse = top - torch.log(x.gather(1, best[:, None])[:, 0])
-        return best
+        self.largest = x.amax(-1)
+        self.lse = top - torch.log(self.largest)
+
+    def agreement(self, top1_n: torch.Tensor) -> torch.Tensor:
+        """1 where the target's arg-max has the largest q, 0 elsewhere and where it is not kept (-1)."""
+        wanted = top1_n[self.local]
+        found = self.x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+        return ((found == self.largest) & (wanted >= 0)).to(self.x.dtype)
 
     def law(self, start: int, stop: int) -> torch.Tensor:
         """p of rows start .. stop - 1, without a copy where they are the chunk's target rows one by one."""
