@@ -65,7 +65,8 @@ def evaluate(
         drafter = load_drafter(target).to(target.dtype)  # as it is served
         identity = _identity(config, target, drafter)
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
-            texts |= _decode_runs(config, runs, target, drafter, prompts, identity, folder / "runs")
+            asked = prompts[: runs[0].prompts or None]
+            texts |= _decode_runs(config, runs, target, drafter, asked, identity, folder / "runs")
         if dtype == "float32":
             passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
         del target, drafter
@@ -162,13 +163,15 @@ def _decode_runs(
         "prompts": [asdict(p) for p in prompts],
         "questions": _print(_questions(config, target, prompts)),
     }
-    settings = {run.name: {"run": asdict(run), **asked, "limits": limits, **identity} for run in runs}
+    asked |= {"limits": limits, "threads": config.eval.threads, **identity}
+    settings = {run.name: {"run": asdict(run), **asked} for run in runs}
     pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
     for run in runs:
         if run not in pending:
             log.info("eval: run %s reused", run.name)
     if pending:
-        began = time.perf_counter()
+        began, threads = time.perf_counter(), torch.get_num_threads()
+        torch.set_num_threads(config.eval.threads or threads)
         found = decode_in_turns(
             Arms(
                 EngineArm(target, None, runs[0], *limits),
@@ -180,13 +183,14 @@ def _decode_runs(
             decode=lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True),
             title="eval " + ", ".join(run.name for run in pending),
         )
-        seconds = time.perf_counter() - began
+        seconds, made = time.perf_counter() - began, provenance()
+        torch.set_num_threads(threads)
         for run, texts in zip(pending, found, strict=True):
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
             mine = settings[run.name]
             samples = _samples(target, prompts, texts)
-            result = {"seconds": seconds, "samples": samples, "provenance": provenance()}
+            result = {"seconds": seconds, "samples": samples, "provenance": made}
             write_json(
                 folder / run.name / MANIFEST, {"fingerprint": fingerprint(mine), "settings": mine, **result}
             )
@@ -298,7 +302,8 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
     """Runs of one dtype in groups whose plain decoding is the same."""
     groups: dict[tuple, list[DecodeRunConfig]] = {}
     for run in runs:
-        groups.setdefault((run.temperature, run.top_k_filter, run.top_p, run.batch), []).append(run)
+        key = (run.temperature, run.top_k_filter, run.top_p, run.batch, run.prompts)
+        groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 

@@ -190,9 +190,12 @@ class DecodeRunConfig:
     """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
     dtype: str = "bfloat16"
     batch: int = 1
+    prompts: int = 0
+    """The first so many of the evaluation's prompts; 0: all."""
 
     def __post_init__(self):
         key = f"eval.runs.{self.name}"
+        at_least(f"{key}.prompts", self.prompts, 0)
         choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
         choose(f"{key}.law", self.law, ("rejection", "target_only"))
         choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
@@ -229,8 +232,11 @@ class EvalConfig:
     """Fewest emitted tokens that the sampling certificate tests."""
     bootstrap: int = 2000
     seed: int = 0
+    threads: int = 0
+    """CPU threads of both arms while decoding; 0: as the process has. The report names them."""
 
     def __post_init__(self):
+        at_least("eval.threads", self.threads, 0)
         if not self.runs:
             raise ValueError(
                 "eval.runs=[]: expected at least one run; the first is the headline of the report"
