@@ -1,6 +1,7 @@
 """What an evaluation's settings say of its runs: how many prompts each asks, and the threads of both arms."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 
@@ -20,7 +21,9 @@ def evaluate(folder, target, drafter, runs, **settings):
         greedy_tokens=4,
         **settings,
     )
-    config = RunConfig(recipe="tiny", wandb=WandbConfig(enabled=False), eval=plan)
+    config = RunConfig(
+        recipe="tiny", drafter=SimpleNamespace(family="bigram"), wandb=WandbConfig(enabled=False), eval=plan
+    )
     evaluation.evaluate(config, lambda dtype: target, lambda target: drafter, folder / "eval")
 
 
