@@ -32,7 +32,7 @@ def load_prompts(source: str, *, limit: int = 0) -> list[Prompt]:
         raise ValueError(f"eval.prompts={source!r}: no such file; expected a JSONL file or 'quickstart'")
     by_category: dict[str, list[Prompt]] = {}
     seen = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         prompt = _parse(line, f"{path}:{number}", f"{path.stem}-{number}", path.stem)

@@ -66,3 +66,9 @@ def test_a_conversation_is_rendered_up_to_the_answer():
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     )
     assert ids[0] == 256 and ids.count(257) == 3
+
+
+def test_a_line_separator_inside_a_prompt_does_not_end_its_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a\u2028b"]}\n{"turns": ["c"]}\n', encoding="utf-8")
+    assert [p.turns for p in load_prompts(str(path))] == [("a\u2028b",), ("c",)]
