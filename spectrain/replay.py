@@ -2,8 +2,8 @@
 
 Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets), in plain torch and
 float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows one draft layer
-without biases, fused features without norms, un-normed residual, pre-norm feedback; a folder that asks for
-another graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
+without biases, a norm per tap or none, un-normed residual, pre-norm feedback; a folder that asks for another
+graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
 Embeddings are given, since they are the target's, in the engines too.
 
 Row t fuses the target's states at position t with the embedding of x_{t+1}. A draft step appends a row at the
@@ -30,7 +30,6 @@ GRAPH = {  # keys that change the computation, at the only value known here
     "tie_word_embeddings": False,
     "norm_before_residual": False,
     "norm_before_fc": False,
-    "fc_norm": False,
     "norm_output": False,
 }
 ROPE_KEYS = {  # rope type: keys it needs, keys it may have
@@ -73,7 +72,11 @@ class Replay:
         Ids outside the draft vocabulary get -inf.
         """
         w = self.tensors
-        state_TD = taps_TLE.float().flatten(1) @ w["fc.weight"].T
+        taps_TLE = taps_TLE.float()
+        if self.config["fc_norm"]:
+            normed = [self._norm(taps_TLE[:, i], f"fc_norm.{i}.weight") for i in range(taps_TLE.shape[1])]
+            taps_TLE = torch.stack(normed, 1)
+        state_TD = taps_TLE.flatten(1) @ w["fc.weight"].T
         embeds, positions = embeds_TD.float(), positions_T
         past: list[tuple[torch.Tensor, torch.Tensor]] = []
         logits = torch.full((len(draft_embeds_SD) + 1, self.config["vocab_size"]), -torch.inf)
@@ -181,6 +184,9 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "norm.weight": (D,),
         "lm_head.weight": (W, D),
     }
+    if config["fc_norm"]:
+        for i in range(config["num_aux_hidden_states"]):
+            shapes[f"fc_norm.{i}.weight"] = (config["target_hidden_size"],)
     return shapes if W == V else {**shapes, "d2t": (W,), "t2d": (V,)}
 
 
@@ -203,7 +209,7 @@ def check_config(where: str, config: dict[str, Any]) -> None:
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
         "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states target_hidden_size"
     )
-    for key in (*numbers.split(), *GRAPH, "dtype", "torch_dtype"):
+    for key in (*numbers.split(), *GRAPH, "fc_norm", "dtype", "torch_dtype"):
         if key not in config:
             raise ValueError(f"{where}: key {key} is missing")
     for key, known in GRAPH.items():

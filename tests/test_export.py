@@ -45,9 +45,9 @@ def qwen3():
     return Target(Qwen3ForCausalLM(config))
 
 
-def drafter_for(target, *, kept=None, taps=(0, 1, 2)):
+def drafter_for(target, *, kept=None, taps=(0, 1, 2), **settings):
     kept = torch.arange(0, target.vocab_size, 2) if kept is None else kept
-    return eagle3.build(eagle3.Config(taps=list(taps)), target, kept)
+    return eagle3.build(eagle3.Config(taps=list(taps), **settings), target, kept)
 
 
 def exported(target, tmp_path, *, dtype="bfloat16", **changes):
@@ -108,9 +108,11 @@ def test_the_embedding_is_left_to_the_target(tmp_path):
 @pytest.mark.case("O-E01")
 @pytest.mark.parametrize("make", [llama, qwen3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_folder_alone_gives_the_decode_loops_logits(make, dtype, tmp_path):
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_the_folder_alone_gives_the_decode_loops_logits(make, dtype, fc_norm, tmp_path):
     target = make()
-    folder = exported(target, tmp_path, dtype=dtype)
+    folder = exported(target, tmp_path, dtype=dtype, fc_norm=fc_norm)
+    assert read_config(folder)["fc_norm"] == fc_norm
     assert check(folder, target) <= 1e-5
     recorded = load_file(folder / "check" / "replay.safetensors")["logits"]
     assert recorded.shape == (3, 20)

@@ -45,12 +45,18 @@ class Config:
     """Steps of the training-time test, K."""
     taps: list[int] = field(default_factory=list)
     """Layer ids of the target's states, strictly increasing; empty: 1, n//2 - 1, n - 4."""
+    fc_norm: bool = False
+    """A norm of its own for each tap before `fc`, as in EAGLE-3.1."""
+    head: str = "trained"
+    """trained, or frozen: the target's rows as they are; a third of the objective's work less."""
     init: str = "target"
     """target: layer, norms and head start from the target's last layer and head rows; random: the head."""
 
     def __post_init__(self):
         if self.init not in ("target", "random"):
             raise ValueError(f"drafter.init={self.init!r}: expected target or random")
+        if self.head not in ("trained", "frozen"):
+            raise ValueError(f"drafter.head={self.head!r}: expected trained or frozen")
         if self.unroll < 1:
             raise ValueError(f"drafter.unroll={self.unroll}: expected at least 1")
         if sorted(set(self.taps)) != list(self.taps):
@@ -118,6 +124,8 @@ class Eagle3(nn.Module):
             raise ValueError(f"drafter.taps={list(self.taps)}: {layers}")
         self.draft_config = draft_config(target, len(kept_ids))
         D, eps = target.hidden_size, self.draft_config.rms_norm_eps
+        norms = [RMSNorm(D, eps) for _ in self.taps] if config.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = Midlayer(self.draft_config)
         self.norm = RMSNorm(D, eps)
@@ -129,6 +137,13 @@ class Eagle3(nn.Module):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of tokens (its scale included), in the drafter's dtype."""
         return self._embedding[0](ids_T).to(self.fc.weight.dtype)
+
+    def fuse(self, taps_TLD: torch.Tensor) -> torch.Tensor:
+        """The state [T, D] that step 0 starts from."""
+        taps = taps_TLD.to(self.fc.weight.dtype)
+        if len(self.fc_norm):
+            taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(self.fc_norm)], 1)
+        return self.fc(taps.flatten(1))
 
     def head_weight(self) -> torch.Tensor:
         return self.lm_head.weight
@@ -154,7 +169,7 @@ class Eagle3(nn.Module):
         layer, attn = self.midlayer, self.midlayer.self_attn
         w_embed, w_state = attn.halves()
         embed = F.linear(layer.input_layernorm(self.embed(tokens.ids)), w_embed)
-        fused = self.fc(batch.taps.to(self.fc.weight.dtype).flatten(1))
+        fused = self.fuse(batch.taps)
         key_size = attn.sizes[0]
         # keys and values of step 0: every token is context for the rows after it
         normed = layer.hidden_norm(fused)
@@ -215,7 +230,7 @@ class Eagle3(nn.Module):
             },
             "norm_before_residual": False,
             "norm_before_fc": False,
-            "fc_norm": False,
+            "fc_norm": self.config.fc_norm,
             "norm_output": False,
         }
 
@@ -248,11 +263,9 @@ class Eagle3Drafting:
                 self.cache.truncate(o.request, 0)
             committed = self.cache.committed[o.request]
             assert committed == o.start, f"request {o.request}: row {o.start} follows {committed} rows"
-        taps = torch.cat([o.taps for o in observations]).to(self.qkv.dtype)
+        fused = self.drafter.fuse(torch.cat([o.taps for o in observations]))
         layout = self.cache.extend(requests, counts)
-        new = self._run(
-            self.drafter.fc(taps.flatten(1)), torch.cat([o.next_ids for o in observations]), layout
-        )
+        new = self._run(fused, torch.cat([o.next_ids for o in observations]), layout)
         self.cache.commit_all(requests, [range(count) for count in counts])
         last = torch.tensor(counts).cumsum(0) - 1
         self.states[requests, 0] = new[last]
@@ -351,6 +364,7 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
     share_tensor(drafter.lm_head.weight, target.head.weight[kept_ids.to(target.device)].float())
+    drafter.lm_head.weight.requires_grad_(config.head == "trained")
     if config.init == "target":
         start_from_last_layer(drafter, target)
     return drafter.to(target.device)

@@ -189,3 +189,15 @@ def test_settings_out_of_range_are_refused_with_key_and_value(settings, message)
 def test_taps_that_the_target_does_not_have_are_refused(llama, taps):
     with pytest.raises(ValueError, match=r"drafter.taps=\[.*layers 0 to 4"):
         build(Config(taps=taps), llama, KEPT)
+
+
+def test_a_frozen_head_stays_the_targets_rows_and_the_rest_learns(llama):
+    drafter = build(Config(unroll=2, head="frozen"), llama, KEPT)
+    assert torch.equal(drafter.head_weight(), llama.head.weight[KEPT])
+    assert not drafter.head_weight().requires_grad
+    assert {name for name, p in drafter.named_parameters() if not p.requires_grad} == {"lm_head.weight"}
+
+
+def test_an_unknown_way_of_the_head_is_refused():
+    with pytest.raises(ValueError, match="drafter.head='thawed': expected trained or frozen"):
+        Config(head="thawed")

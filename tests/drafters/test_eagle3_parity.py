@@ -70,11 +70,15 @@ def assert_slots(logits, trained, row, slots):
 
 
 @pytest.mark.case("O-T02")
-@pytest.mark.parametrize("kept", [KEPT, torch.arange(V)], ids=["reduced", "whole"])
-def test_training_logits_equal_those_of_the_decode_loop_in_each_round(drafter_of, target, kept):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kept": torch.arange(V)}, {"fc_norm": True}],
+    ids=["reduced vocabulary", "whole vocabulary", "fc_norm"],
+)
+def test_training_logits_equal_those_of_the_decode_loop_in_each_round(drafter_of, target, settings):
     """Round 1 from root x_6; two of its draft tokens are taken, the others rejected; round 2 from root x_9;
     then one after a rejection of all, from root x_10."""
-    drafter = drafter_of(target, kept=kept)
+    drafter = drafter_of(target, **settings)
     ids = text(20, 5)
     batch = capture_batch(target, [make_sample("a", ids, "." + "S" * 19)], drafter.taps)
     trained = trained_logits(drafter, batch)
