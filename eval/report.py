@@ -59,7 +59,10 @@ def build_report(run_dir: Path) -> dict[str, Any]:
             "run the eval stage (stages=[eval])"
         )
     settings = manifest["eval"]
-    certificate = read_json(evaluation / "certificate" / "certificate.json")
+    path = evaluation / "certificate" / "certificate.json"
+    certificate = read_json(path)
+    if "lossy" not in certificate:
+        raise ValueError(f"{path}: no lossy: made by an older version; run the eval stage (stages=[eval])")
     runs = [_run(run, evaluation / "runs" / run["name"], settings, certificate) for run in settings["runs"]]
     stages = read_json(run_dir / "stages.json") if (run_dir / "stages.json").exists() else {}
     return {

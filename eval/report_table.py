@@ -150,7 +150,13 @@ def _paint(line: str) -> str:
     """Bold headings, green and red verdicts, faint rules."""
     if set(line) <= set("-=") and line:
         return f"{FAINT}{line}{RESET}"
-    for word, code in (("NOT LOSSLESS", FAIL), ("LOSSY", FAIL), ("LOSSLESS", PASS), ("FAIL", FAIL), ("pass", PASS)):
+    for word, code in (
+        ("NOT LOSSLESS", FAIL),
+        ("LOSSY", FAIL),
+        ("LOSSLESS", PASS),
+        ("FAIL", FAIL),
+        ("pass", PASS),
+    ):
         if line.endswith(word):
             return f"{line[: -len(word)]}{code}{word}{RESET}"
     return f"{BOLD}{line}{RESET}" if line.split(" ")[0].isupper() else line

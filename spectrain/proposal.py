@@ -51,9 +51,9 @@ class Proposal:
     """A tree of draft tokens of one request; a chain has parents (-1, 0, 1, ..).
 
     tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are
-    distinct. q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from, for a later sibling
-    the one that the first was drawn from (it was drawn from that law without the earlier ones); None where
-    tokens were chosen, not drawn.
+    distinct. q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from, for a later
+    sibling the one that the first was drawn from (it was drawn from that law without the earlier ones); None
+    where tokens were chosen, not drawn.
     ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next
     tokens there by descending q, or -1 where the drafter was not asked. It orders the certificate's test and
     never depends on a draw.

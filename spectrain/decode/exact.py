@@ -1,9 +1,9 @@
 """The law of the text that a verification law emits, by enumeration: every outcome of every draw and coin.
 
-For vocabularies of a few tokens. A random number is an interval of [0, 1) here: a choice cuts it into one part
-per outcome, and the outcomes are followed one after the other, each with its probability. A number that is
-read again under the same key is still in the part that it was cut down to, so a law that reads a number twice
-shows the error which that makes. Knows no model.
+For vocabularies of a few tokens. A random number is an interval of [0, 1) here: a choice cuts it into one
+part per outcome, and the outcomes are followed one after the other, each with its probability. A number that
+is read again under the same key is still in the part that it was cut down to, so a law that reads a number
+twice shows the error which that makes. Knows no model.
 """
 
 from collections import defaultdict

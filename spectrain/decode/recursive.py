@@ -2,10 +2,9 @@
 
 With p_1 = p and q_1 = q, sibling x_j was drawn from q_j, which is q without the earlier siblings. It is kept
 with probability min(1, p_j(x_j) / q_j(x_j)); otherwise p_{j+1} = (p_j - q_j)+ / sum (p_j - q_j)+ faces the
-next one. After the last a token is drawn from what is left. Whatever the siblings, the level emits a token of
-law p, for given their refusal the token still to come has law p_{j+1} (Jeon et al. 2024, recursive speculative
-decoding; Yang et al. 2024). How many siblings are drawn may depend on anything known before the first of
-them. One sibling gives `rejection`.
+next one. After the last a token is drawn from what is left (Jeon et al. 2024).
+The level emits a token of law p: what follows the refusal of x_j has the law p_{j+1}, for every j. How many
+siblings are drawn may depend on anything known before the first of them. One sibling gives `rejection`.
 
     p = .5 .3 .2, q = .2 .2 .6, siblings 2, 0: the first is kept with .2/.6 = 1/3, p_2 = .75 .25 0 faces
     q_2 = .5 .5 0, so the second is kept for certain and has the share 2/3
@@ -38,8 +37,8 @@ def siblings(
         rows = torch.tensor([row for row in range(R) if len(offered[row]) > j], device=p.device)
         tokens = torch.tensor([row[j] for row in offered if len(row) > j], device=p.device)
         p_j, q_j = p[rows], q[rows] / q[rows].sum(-1, keepdim=True)
+        drawn_from[rows, j] = q[rows, tokens]
         q_x = q_j.gather(1, tokens[:, None])[:, 0]
-        drawn_from[rows, j] = q_x
         chance = (p_j.gather(1, tokens[:, None])[:, 0] / q_x).clamp(max=1)
         shares[rows, j] = reach[rows] * chance
         reach[rows] *= 1 - chance

@@ -8,8 +8,6 @@ arg-max is accepted, as by every law. Knows no model. Legend: R places, V vocabu
 
 from collections.abc import Sequence
 
-import torch
-
 from spectrain.config import Leniency
 from spectrain.decode.sampling import BONUS, Streams
 from spectrain.decode.walk import Laws, Walk, end, normal
@@ -17,10 +15,8 @@ from spectrain.decode.walk import Laws, Walk, end, normal
 SMALL = 1e-5  # inside the logarithm, as Medusa has it
 
 
-def typical(
-    walks: Sequence[Walk], live: list[int], laws: Laws, leniency: Leniency, streams: Streams
-) -> None:
-    """Take the walks numbered `live` to their ends; a level's alpha is 1 where a child was accepted, else 0."""
+def typical(walks: Sequence[Walk], live: list[int], laws: Laws, leniency: Leniency, streams: Streams) -> None:
+    """Take the walks numbered `live` to their ends; a level's alpha is 1 where a child was accepted or 0."""
     best: dict[int, tuple[float, list[int]]] = {}  # log p of the kept path, and the path
     front: list[tuple[int, float, list[int]]] = [(i, 0.0, []) for i in live]
     while front:

@@ -137,10 +137,10 @@ def _descend(
             chances = [lenient(row, leniency) for row in chances]
         alphas = [sum(row) for row in chances]
     moved = []
-    for walk, row, alpha in zip(walks, chances, alphas, strict=True):
+    for walk, shares, alpha in zip(walks, chances, alphas, strict=True):
         walk.alphas.append(min(1.0, alpha))
-        child = walk.choose(row, streams)
-        moved.append(child < len(row))
+        child = walk.choose(shares, streams)
+        moved.append(child < len(shares))
         walk.path += walk.children[walk.node][child : child + 1]
     rows = [row for row, went_on in enumerate(moved) if not went_on]
     if rows:

@@ -11,8 +11,8 @@ from spectrain.decode.sampling import Streams
 from spectrain.proposal import Proposal
 
 Laws = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
-"""laws(indices, nodes): p, float32 [R, V], of proposals `indices` at `nodes` (-1: the root); an index may come
-more than once."""
+"""laws(indices, nodes): p, float32 [R, V], of proposals `indices` at `nodes` (-1: the root); an index may
+come more than once."""
 ROUNDING = 1e-13  # a smaller rest beside the children's mass is rounding: they hold all of it
 
 

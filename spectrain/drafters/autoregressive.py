@@ -68,9 +68,9 @@ def grow(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler
 def branching(length: int, nodes: int, top_k: int) -> tuple[tuple[int, int], ...]:
     """The shape of a sampled tree: (parent, rank among its siblings) of each node, level after level.
 
-    If every drawn sibling is kept with probability KEPT once the earlier ones are refused, a node is kept with
-    KEPT * (1 - KEPT) ** rank times its parent's; the `nodes` likeliest ones are the tree of that size of which
-    most is kept. Ties go to the shallower node, then to the lower ranks.
+    If every drawn sibling is kept with probability KEPT once the earlier ones are refused, a node's chance is
+    KEPT * (1 - KEPT) ** rank times its parent's; the `nodes` likeliest ones are the tree of that size of
+    which most is kept. Ties go to the shallower node, then to the lower ranks.
 
         length 2, nodes 4, top_k 2: a child .6, its child .36, a second child .24, a second grandchild .144
         ((-1, 0), (-1, 1), (0, 0), (0, 1)); a child of the second child ties with the last one
@@ -156,9 +156,7 @@ class _Drawn:
         )
 
 
-def _drawn_trees(
-    stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler
-) -> list[Proposal]:
+def _drawn_trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
     children: dict[int, list[int]] = {}
     depth = {-1: 0}
     for place, (parent, _) in enumerate(branching(plan.length, plan.nodes, plan.top_k)):

@@ -69,7 +69,7 @@ def test_a_chosen_chain_is_verified_exactly_by_every_lossless_law(law):
 
 @pytest.mark.parametrize("law", ["rejection", "block", "target_only"])
 def test_the_alphas_are_the_chances_of_the_reached_slots(law):
-    """Given what was known before slot k, accepted minus alpha_k has the mean 0, and given slots before it."""
+    """Over the rounds that reach slot k, accepted minus alpha_k has the mean 0."""
     for seed in range(6):
         process = Process(seed, 3)
         excess = [0.0] * 3
@@ -230,7 +230,11 @@ def test_acceptance_counts_the_prefix_only():
     ("proposal", "law", "message"),
     [
         (Proposal(torch.tensor([1, 1]), (-1, -1)), "target_only", "node -1 has child token 1 twice"),
-        (Proposal(torch.tensor([1, 2]), (-1, -1)), "rejection", "law=rejection: the proposal is a tree, expected"),
+        (
+            Proposal(torch.tensor([1, 2]), (-1, -1)),
+            "rejection",
+            "law=rejection: the proposal is a tree, expected",
+        ),
         (Proposal(torch.tensor([1, 2]), (1, -1)), "target_only", "node 0 has parent 1"),
         (Proposal(torch.tensor([9]), (-1,)), "target_only", "node 0 has token 9, expected 0 to 3"),
         (Proposal(torch.tensor([1]), ()), "target_only", "1 tokens but 0 parents"),

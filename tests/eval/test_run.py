@@ -25,6 +25,7 @@ RUNS = [
     CHAIN,
     replace(CHAIN, name="chain_t1", temperature=1.0),
     replace(CHAIN, name="tree", proposal="tree", law="target_only", nodes=6, top_k=2, batch=2),
+    replace(CHAIN, name="typical_t1", temperature=1.0, law="typical"),
 ]
 
 
@@ -119,7 +120,7 @@ def test_batched_texts_equal_single_ones(done):
 
 
 def test_the_report_is_the_headline_run_and_holds_all_runs(report):
-    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree"]
+    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree", "typical_t1"]
     assert report["tau"] == report["runs"][0]["tau"]
     assert report["lossless"] and report["certificate"]["pass"]
     tau, joint = report["tau"]["value"], sum(n["value"] for n in report["joint_k"])
@@ -160,12 +161,31 @@ def test_the_report_has_exactly_the_documented_keys(report):
     assert set(report["counters"]) == docs["Counters"]
     assert set(report["samples"][0]) == docs["Sample"]
     assert set(certificate) == docs["Certificate"]
+    assert set(certificate["lossy"][0]) == docs["Lossy run"]
     assert set(certificate["greedy"]) == docs["Greedy"]
     assert set(certificate["greedy"]["runs"][0]) == docs["Greedy run"]
     assert set(certificate["sampling"]) == docs["Sampling"]
     assert set(certificate["sampling"]["runs"][0]) == docs["Sampling run"]
     assert set(training) == docs["Training"]
     assert set(report["budget"]["eval"]) == docs["Budget"]
+
+
+def test_a_lossy_run_is_labelled_wherever_its_numbers_appear(report, done):
+    lossy = report["runs"][3]
+    assert (lossy["lossless"], lossy["lossy"]) == (False, True) and lossy["eta"]["value"] > 0
+    assert [run["lossless"] for run in report["runs"][:3]] == [True] * 3
+    entry = {"name": "typical_t1", "law": "typical", "lossless": False}
+    assert report["certificate"]["lossy"] == [{**entry, "leniency": {"epsilon": 0.09, "delta": 0.3}}]
+    assert [run["name"] for run in report["certificate"]["sampling"]["runs"]] == ["chain_t1"]
+    lines = table(report).splitlines()
+    (row,) = (i for i, line in enumerate(lines) if line.startswith("typical_t1 "))
+    assert lines[row + 1].endswith("LOSSY")
+    assert any(line.startswith("typical_t1: typical, epsilon 0.09, delta 0.3") for line in lines)
+    page = (done / "report.html").read_text()
+    assert page.count("typical_t1") == page.count("typical_t1 (lossy)") + 1  # the certificate says it beside
+    assert scalars(report)["eval/typical_t1/lossless"] == 0.0
+    texts = read_texts(done / "eval" / "runs" / "typical_t1" / "texts.jsonl")
+    assert not any(text.speculative.lossless for text in texts) and all(text.plain.lossless for text in texts)
 
 
 def test_what_is_undefined_is_null(done):
