@@ -170,24 +170,6 @@ def test_the_report_has_exactly_the_documented_keys(report):
     assert set(report["budget"]["eval"]) == docs["Budget"]
 
 
-def test_a_lossy_run_is_labelled_wherever_its_numbers_appear(report, done):
-    lossy = report["runs"][3]
-    assert (lossy["lossless"], lossy["lossy"]) == (False, True) and lossy["eta"]["value"] > 0
-    assert [run["lossless"] for run in report["runs"][:3]] == [True] * 3
-    entry = {"name": "typical_t1", "law": "typical", "lossless": False}
-    assert report["certificate"]["lossy"] == [{**entry, "leniency": {"epsilon": 0.09, "delta": 0.3}}]
-    assert [run["name"] for run in report["certificate"]["sampling"]["runs"]] == ["chain_t1"]
-    lines = table(report).splitlines()
-    (row,) = (i for i, line in enumerate(lines) if line.startswith("typical_t1 "))
-    assert lines[row + 1].endswith("LOSSY")
-    assert any(line.startswith("typical_t1: typical, epsilon 0.09, delta 0.3") for line in lines)
-    page = (done / "report.html").read_text()
-    assert page.count("typical_t1") == page.count("typical_t1 (lossy)") + 1  # the certificate says it beside
-    assert scalars(report)["eval/typical_t1/lossless"] == 0.0
-    texts = read_texts(done / "eval" / "runs" / "typical_t1" / "texts.jsonl")
-    assert not any(text.speculative.lossless for text in texts) and all(text.plain.lossless for text in texts)
-
-
 def test_what_is_undefined_is_null(done):
     assert "NaN" not in (done / "report.json").read_text()
 
