@@ -97,4 +97,10 @@ def _generation(row: dict) -> Generation:
         Round(drafted, depth, accepted, emitted, tuple(alphas), bonus_cut)
         for drafted, depth, accepted, emitted, alphas, bonus_cut in row["rounds"]
     )
-    return Generation(tuple(row["prompt_ids"]), tuple(row["ids"]), row["finish_reason"], tuple(rounds))
+    return Generation(
+        prompt_ids=tuple(row["prompt_ids"]),
+        ids=tuple(row["ids"]),
+        finish_reason=row["finish_reason"],
+        rounds=tuple(rounds),
+        lossless=row["lossless"],
+    )

@@ -59,7 +59,10 @@ def build_report(run_dir: Path) -> dict[str, Any]:
             "run the eval stage (stages=[eval])"
         )
     settings = manifest["eval"]
-    certificate = read_json(evaluation / "certificate" / "certificate.json")
+    path = evaluation / "certificate" / "certificate.json"
+    certificate = read_json(path)
+    if "lossy" not in certificate:
+        raise ValueError(f"{path}: no lossy: made by an older version; run the eval stage (stages=[eval])")
     runs = [_run(run, evaluation / "runs" / run["name"], settings, certificate) for run in settings["runs"]]
     stages = read_json(run_dir / "stages.json") if (run_dir / "stages.json").exists() else {}
     return {
@@ -75,9 +78,10 @@ def build_report(run_dir: Path) -> dict[str, Any]:
 
 
 def scalars(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of all runs as eval/RUN/NAME, with eval/lossless; what W&B shows."""
+    """The numbers of all runs as eval/RUN/NAME, with eval/lossless and eval/RUN/lossless; what W&B shows."""
     found = {"eval/lossless": float(report["lossless"])}
     for run in report["runs"]:
+        found[f"eval/{run['name']}/lossless"] = float(run["lossless"])
         for name, number in run.items():
             if isinstance(number, dict) and number.get("value") is not None:
                 found[f"eval/{run['name']}/{name}"] = number["value"]
@@ -112,6 +116,7 @@ def _run(
 ) -> dict:
     texts = read_texts(folder / "texts.jsonl")
     part = certificate["greedy" if run["temperature"] == 0 else "sampling"]
+    lossy = run["name"] in [other["name"] for other in certificate["lossy"]]
     reason = None if certificate["pass"] else f"certificate failed: {failure(certificate)}"
     categories: dict[str, list[Text]] = {}
     for text in texts:
@@ -124,7 +129,8 @@ def _run(
         "categories": {
             name: _numbers(found, run, settings, reason) for name, found in sorted(categories.items())
         },
-        "lossless": part["pass"],
+        "lossless": not lossy and part["pass"],
+        "lossy": lossy,
         "samples": read_json(folder / MANIFEST)["samples"],
     }
 

@@ -93,6 +93,10 @@ def _shape(run: Mapping[str, Any]) -> str:
     return f"tree of {run['nodes']}" if run["proposal"] == "tree" else f"chain of {run['length']}"
 
 
+def _label(run: Mapping[str, Any]) -> str:
+    return f"{run['name']} (lossy)" if run["lossy"] else run["name"]
+
+
 def _setting(run: Mapping[str, Any]) -> str:
     filters = f", top-p {run['top_p']:g}" if run["top_p"] < 1 else ""
     return f"T = {run['temperature']:g}{filters}, {DTYPES[run['dtype']]}, batch {run['batch']}"
@@ -111,9 +115,10 @@ def _runs(report: Mapping[str, Any]) -> str:
     rows = []
     for run in report["runs"]:
         eta = '<span class="bad">withheld</span>' if "withheld" in run["eta"] else _cell(run["eta"])
-        badge = _tag("lossless" if run["lossless"] else "not lossless", run["lossless"])
+        words = "lossy" if run["lossy"] else "lossless" if run["lossless"] else "not lossless"
+        badge = _tag(words, run["lossless"])
         cells = [
-            f"<b>{escape(run['name'])}</b>", f"{_shape(run)}<br/><small>{_setting(run)}</small>",
+            f"<b>{escape(_label(run))}</b>", f"{_shape(run)}<br/><small>{_setting(run)}</small>",
             run["law"], _cell(run["tau"]), eta,
             _cell(run["alpha"]), _show(run["r"]), _show(run["c"], 3), str(run["texts"]), badge,
         ]  # fmt: skip
@@ -127,16 +132,16 @@ def _runs(report: Mapping[str, Any]) -> str:
 
 def _acceptance(report: Mapping[str, Any]) -> str:
     runs = report["runs"]
-    names = [run["name"] for run in runs]
+    names = [_label(run) for run in runs]
     slots = [str(k) for k in range(max(run["length"] for run in runs))]
-    alphas = [(run["name"], [_interval(n) for n in run["alpha_k"]]) for run in runs]
+    alphas = [(_label(run), [_interval(n) for n in run["alpha_k"]]) for run in runs]
     counts = [run["accepted_histogram"] for run in runs]
     shares = [(n, [100 * v / max(1, sum(c)) for v in c]) for n, c in zip(names, counts, strict=True)]
     categories = list(report["categories"])
     rows = ["all", *categories]
     taus = [
         (
-            run["name"],
+            _label(run),
             [_interval(run["tau"]), *(_interval(run["categories"][name]["tau"]) for name in categories)],
         )
         for run in runs
@@ -167,7 +172,7 @@ def _costs(report: Mapping[str, Any]) -> str:
     for run in report["runs"]:
         r, c, gamma, rest = (run[name]["value"] for name in ("r", "c", "gamma", "overhead"))
         if None not in (r, c, gamma, rest):
-            rows.append((run["name"], [("verify", r), ("draft", gamma * c), ("rest", max(rest, 0.0))]))
+            rows.append((_label(run), [("verify", r), ("draft", gamma * c), ("rest", max(rest, 0.0))]))
     if not rows:
         return ""
     body = plots.legend(["verify", "draft", "rest"])
@@ -175,7 +180,7 @@ def _costs(report: Mapping[str, Any]) -> str:
     if not report["certificate"]["pass"]:
         return _section("Where a round's time goes", body)
     models = [
-        f"{escape(run['name'])}: measured {_show(run['eta'])}, by costs {_show(run['eta_model'])}, "
+        f"{escape(_label(run))}: measured {_show(run['eta'])}, by costs {_show(run['eta_model'])}, "
         f"Leviathan's formula {_show(run['eta_leviathan'])}"
         for run in report["runs"]
     ]
@@ -233,6 +238,10 @@ def _certificate(certificate: Mapping[str, Any]) -> str:
             rows.append(["sampling, fp32", what, found, _verdict(run["p_value"] >= sampling["level"])])
             text = "Each sampled token's place in the target's own law: flat if the text is the target's."
             figures.append(_figure(run["name"], text, plots.histogram(run["histogram"], x="u")))
+    for run in certificate["lossy"]:
+        settings = ", ".join(f"{name} {value:g}" for name, value in run["leniency"].items())
+        what = f"{escape(run['name'])}, law {run['law']}, {settings}"
+        rows.append(["none", what, "the law does not keep the target's", _tag("lossy", False)])
     caption = (
         "Tested against an independent forward of the target over the finished text, never against the "
         f"engine's own numbers. Made in {certificate['seconds']:.0f} s."

@@ -54,6 +54,8 @@ def _runs(report: Mapping[str, Any]) -> list[str]:
             f"{run['name']:<14.13}{run['temperature']:>4.1f} {run['law']:<12}{dtype:<6}"
             f"{interval(run['tau']):<19}{eta:<19}{_value(run['alpha']):>5}"
         )
+        if run["lossy"]:
+            lines.append(f"{'  LOSSY: this text is not of the law of the target':<{WIDTH - 5}}LOSSY")
     return _section(lines)
 
 
@@ -107,6 +109,10 @@ def _certificate(certificate: Mapping[str, Any]) -> list[str]:
         text = f"sampling fp32: {sampling['tokens']} tokens, KS {sampling['statistic']:.4f}"
         text += f", p {sampling['p_value']:.2g}"
         lines.append(f"{text:<70}{'pass' if sampling['pass'] else 'FAIL':>10}")
+    for run in certificate["lossy"]:
+        settings = ", ".join(f"{name} {value:g}" for name, value in run["leniency"].items())
+        text = f"{run['name']:.16}: {run['law']}, {settings}"
+        lines.append(f"{text:<70}{'LOSSY':>10}")
     lines.append(f"  made in {certificate['seconds']:.0f} s")
     return _section(lines)
 
@@ -144,7 +150,13 @@ def _paint(line: str) -> str:
     """Bold headings, green and red verdicts, faint rules."""
     if set(line) <= set("-=") and line:
         return f"{FAINT}{line}{RESET}"
-    for word, code in (("NOT LOSSLESS", FAIL), ("LOSSLESS", PASS), ("FAIL", FAIL), ("pass", PASS)):
+    for word, code in (
+        ("NOT LOSSLESS", FAIL),
+        ("LOSSY", FAIL),
+        ("LOSSLESS", PASS),
+        ("FAIL", FAIL),
+        ("pass", PASS),
+    ):
         if line.endswith(word):
             return f"{line[: -len(word)]}{code}{word}{RESET}"
     return f"{BOLD}{line}{RESET}" if line.split(" ")[0].isupper() else line

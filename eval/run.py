@@ -35,7 +35,7 @@ from spectrain.metrics import after_cut, count, ratios
 from spectrain.provenance import provenance
 from spectrain.target import Target
 
-FORM = 1
+FORM = 2
 """Raise when decoding or the certificate changes what it gives: older results are then not reused."""
 TURNS = 64
 """Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""

@@ -59,7 +59,8 @@ class EngineArm:
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
     ) -> tuple[list[Generation], list[Timing]]:
         run = self.run
-        plan = Plan(shape=run.proposal, length=run.length, nodes=run.nodes, top_k=run.top_k)
+        sampled = run.law == "recursive"
+        plan = Plan(run.proposal, run.length, nodes=run.nodes, top_k=run.top_k, sampled=sampled)
         return generate(
             self.target,
             prompts,
@@ -70,6 +71,7 @@ class EngineArm:
             drafter=self.drafter,
             plan=None if self.drafter is None else plan,
             law=run.law,
+            leniency=run.leniency,
             request_keys=keys,
             record_orders=self.record_orders,
         )

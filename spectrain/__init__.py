@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from spectrain.config import Leniency
     from spectrain.decode.generation import Generation
     from spectrain.decode.sampling import Sampling
     from spectrain.proposal import Drafter, Plan
@@ -24,23 +25,26 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     plan: Plan | None = None,
+    law: str | None = None,
+    leniency: Leniency | None = None,
     batch_size: int = 1,
 ) -> list[Generation]:
-    """Decode prompts losslessly with a drafter (None: plain decoding) and return one Generation each, text
-    included.
+    """Decode prompts with a drafter (None: plain decoding), losslessly unless a lossy law is asked for, and
+    return one Generation each, text included.
 
     target: a loaded target, or a folder, hub id or "smollm2". drafter: a loaded one, or the folder of a
     checkpoint or run. A prompt is a list of messages ({"role", "content"}) or the text of one user message.
-    sampling: greedy by default; plan: a chain of 5 draft tokens by default. A chain is verified by
-    `rejection`, a tree by `target_only`; both keep the target's own law. Raises ValueError for prompts and
-    settings that do not fit.
+    sampling: greedy by default; plan: a chain of 5 draft tokens by default. law: of verification, by default
+    `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these keep the
+    target's own law, as does `block`. The lossy `typical` and `thresholds`, to be set by `leniency`, mark
+    their texts lossless=False. Raises ValueError for prompts and settings that do not fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
     from dataclasses import replace
     from pathlib import Path
 
-    from spectrain.config import TargetConfig
+    from spectrain.config import Leniency, TargetConfig
     from spectrain.decode.engine import generate as decode
     from spectrain.decode.sampling import Sampling
     from spectrain.eval.prompts import render
@@ -58,6 +62,9 @@ def generate(
         network = drafter
     if network is not None and plan is None:
         plan = Plan(shape="chain", length=5)
+    if law is None:
+        law = "recursive" if plan is not None and plan.sampled else "target_only"
+        law = "rejection" if plan is not None and plan.shape == "chain" else law
     if target.tokenizer is None:
         raise ValueError("target: it has no tokenizer, so spectrain.generate cannot read texts")
     as_chat = [
@@ -72,7 +79,8 @@ def generate(
         batch_size=batch_size,
         drafter=network,
         plan=plan,
-        law="rejection" if plan is not None and plan.shape == "chain" else "target_only",
+        law=law,
+        leniency=Leniency() if leniency is None else leniency,
     )
     texts = target.tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
     return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]

@@ -8,6 +8,10 @@ from typing import Any
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate",)
+CHAIN_LAWS = ("rejection", "block")
+LOSSY_LAWS = ("typical", "thresholds")
+TREE_LAWS = ("target_only", "recursive", *LOSSY_LAWS)
+LAWS = CHAIN_LAWS + TREE_LAWS
 
 
 def choose(key: str, value: object, allowed: tuple) -> None:
@@ -33,6 +37,14 @@ def above_zero(key: str, value: float, high: float = float("inf")) -> None:
     if not 0 < value <= high:
         most = "" if high == float("inf") else f", at most {high:g}"
         raise ValueError(f"{key}={value!r}: expected above 0{most}")
+
+
+def check_law(key: str, law: str, shape: str) -> None:
+    """Raise ValueError naming `key` unless `law` verifies proposals of `shape` ("chain" or "tree")."""
+    if shape == "tree" and law in CHAIN_LAWS:
+        raise ValueError(f"{key}={law}: verifies chains only, expected {' or '.join(TREE_LAWS)} for a tree")
+    if shape == "chain" and law == "recursive":
+        raise ValueError(f"{key}={law}: a chain has no siblings, expected rejection, block or a tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +181,38 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leniency:
+    """How much more than the target's law a lossy law accepts."""
+
+    epsilon: float = 0.09
+    """typical: a token is accepted where p > min(epsilon, delta * exp(-entropy of p))."""
+    delta: float = 0.3
+    threshold_single: float = 1.0
+    """thresholds: a token of this probability or more is accepted for certain."""
+    threshold_acc: float = 1.0
+    """thresholds: the acceptance of a level's first tokens together is divided by this."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            above_zero(f"leniency.{name}", value, 1.0)
+
+    def of(self, law: str) -> dict[str, float]:
+        """The settings that `law` reads, by name; none for a lossless one."""
+        read = {"typical": ("epsilon", "delta"), "thresholds": ("threshold_single", "threshold_acc")}
+        return {name: vars(self)[name] for name in read.get(law, ())}
+
+    def check(self, law: str, key: str) -> None:
+        """Raise ValueError naming `key` for settings without effect on `law`, and for thresholds that are
+        not lossy."""
+        default, mine = vars(Leniency()), self.of(law)
+        for name, value in vars(self).items():
+            if name not in mine and value != default[name]:
+                raise ValueError(f"{key}.{name}={value!r}: has no effect on law {law}, expected no value")
+        if law == "thresholds" and self.threshold_single == self.threshold_acc == 1:
+            raise ValueError(f"{key}: thresholds of 1 are law target_only, expected one below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeRunConfig:
     """One run of the evaluation: every prompt decoded once with these settings, beside the plain baseline."""
 
@@ -182,7 +226,10 @@ class DecodeRunConfig:
     top_k: int = 8
     """Children per expanded node of a tree."""
     law: str = "rejection"
-    """rejection (chain) or target_only (any tree); at temperature 0 both are the greedy limit."""
+    """rejection or block (chain), target_only (any tree), recursive (a tree drawn without replacement), or
+    the lossy typical and thresholds (both shapes); at temperature 0 all are the greedy limit."""
+    leniency: Leniency = field(default_factory=Leniency)
+    """Of the lossy laws."""
     temperature: float = 0.0
     top_k_filter: int = 0
     top_p: float = 1.0
@@ -197,7 +244,7 @@ class DecodeRunConfig:
         key = f"eval.runs.{self.name}"
         at_least(f"{key}.prompts", self.prompts, 0)
         choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
-        choose(f"{key}.law", self.law, ("rejection", "target_only"))
+        choose(f"{key}.law", self.law, LAWS)
         choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
         at_least(f"{key}.length", self.length, 1)
         at_least(f"{key}.batch", self.batch, 1)
@@ -212,8 +259,15 @@ class DecodeRunConfig:
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
-        if self.proposal == "tree" and self.law == "rejection":
-            raise ValueError(f"{key}.law=rejection: a tree needs law target_only")
+        check_law(f"{key}.law", self.law, self.proposal)
+        self.leniency.check(self.law, f"{key}.leniency")
+        if self.lossy and self.temperature == 0:
+            raise ValueError(f"{key}.law={self.law}: has no effect at temperature 0, expected a lossless law")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text is not the target's own, by the law's design."""
+        return self.law in LOSSY_LAWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +295,8 @@ class EvalConfig:
             raise ValueError(
                 "eval.runs=[]: expected at least one run; the first is the headline of the report"
             )
+        if self.runs[0].lossy:
+            raise ValueError(f"eval.runs.0.law={self.runs[0].law}: lossy, but the headline must be lossless")
         at_least("eval.max_new_tokens", self.max_new_tokens, 1)
         at_least("eval.sampling_tokens", self.sampling_tokens, 1)
         at_least("eval.bootstrap", self.bootstrap, 1)

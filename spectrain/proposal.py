@@ -33,6 +33,8 @@ class Plan:
     """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k`
     children each.
 
+    sampled: a tree whose siblings are drawn from q without replacement, at most `top_k` of them, in a shape
+    that looks at no drawn token; else its nodes are chosen. A chain is drawn whenever sampling is not greedy.
     ranked: ids per row that `Proposal.ranked` should hold; 0: it is not needed.
     """
 
@@ -40,6 +42,7 @@ class Plan:
     length: int
     nodes: int = 0
     top_k: int = 0
+    sampled: bool = False
     ranked: int = 0
 
 
@@ -48,8 +51,9 @@ class Proposal:
     """A tree of draft tokens of one request; a chain has parents (-1, 0, 1, ..).
 
     tokens: int64 [N]; parents: N ints, -1 for a child of the root, always parents[i] < i; siblings are
-    distinct. q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from; None where tokens
-    were chosen, not drawn.
+    distinct. q: float32 [N, V] or N rows [V], row i = the law that token i was drawn from, for a later
+    sibling the one that the first was drawn from (it was drawn from that law without the earlier ones); None
+    where tokens were chosen, not drawn.
     ranked: int64 [N + 1, M], row 0 for the root and row i + 1 for node i: the drafter's M likeliest next
     tokens there by descending q, or -1 where the drafter was not asked. It orders the certificate's test and
     never depends on a draw.

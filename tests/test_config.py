@@ -3,7 +3,7 @@
 import pytest
 
 from spectrain.compose import compose, convert, recipe_names
-from spectrain.config import DecodeRunConfig, RunConfig, TrainConfig
+from spectrain.config import DecodeRunConfig, EvalConfig, Leniency, RunConfig, TrainConfig
 
 
 def quickstart(*words):
@@ -150,9 +150,71 @@ def test_a_recipe_without_a_corpus_regenerates():
     assert compose(["recipe=eagle3_llama", "stages=regenerate"]).corpus.path == ""
 
 
-def test_a_tree_with_the_rejection_law_is_refused():
-    with pytest.raises(ValueError, match="^eval.runs.t.law=rejection: a tree needs law target_only$"):
-        DecodeRunConfig(name="t", proposal="tree")
+ANY_TREE = "target_only or recursive or typical or thresholds"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"proposal": "tree"}, f"law=rejection: verifies chains only, expected {ANY_TREE} for a tree"),
+        (
+            {"proposal": "tree", "law": "block"},
+            f"law=block: verifies chains only, expected {ANY_TREE} for a tree",
+        ),
+        (
+            {"law": "recursive"},
+            "law=recursive: a chain has no siblings, expected rejection, block or a tree",
+        ),
+        (
+            {"law": "strict"},
+            "law='strict': expected one of rejection, block, target_only, recursive, typical, thresholds",
+        ),
+        (
+            {"law": "typical"},
+            "law=typical: has no effect at temperature 0, expected a lossless law",
+        ),
+        (
+            {"law": "thresholds", "temperature": 1.0},
+            "leniency: thresholds of 1 are law target_only, expected one below 1",
+        ),
+        (
+            {"law": "block", "temperature": 1.0, "leniency": Leniency(epsilon=0.2)},
+            "leniency.epsilon=0.2: has no effect on law block, expected no value",
+        ),
+        (
+            {"law": "typical", "temperature": 1.0, "leniency": Leniency(threshold_acc=0.5)},
+            "leniency.threshold_acc=0.5: has no effect on law typical, expected no value",
+        ),
+    ],
+)
+def test_laws_that_do_not_fit_the_run_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError) as error:
+        DecodeRunConfig(name="t", **settings)
+    assert str(error.value) == f"eval.runs.t.{message}"
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5])
+def test_a_leniency_outside_0_to_1_is_refused(value):
+    with pytest.raises(ValueError, match=f"^leniency.threshold_single={value}: expected above 0, at most 1$"):
+        Leniency(threshold_single=value)
+
+
+def test_the_headline_cannot_be_lossy():
+    run = DecodeRunConfig(name="t", law="typical", temperature=1.0)
+    message = "^eval.runs.0.law=typical: lossy, but the headline must be lossless$"
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(runs=[run])
+    assert EvalConfig(runs=[DecodeRunConfig(name="a"), run]).runs[1].lossy
+
+
+def test_leniency_is_set_from_the_command_line():
+    words = (
+        "eval.runs=[{name: a}, {name: b, law: thresholds, temperature: 1, leniency: {threshold_acc: 0.5}}]"
+    )
+    assert quickstart(words).eval.runs[1].leniency.of("thresholds") == {
+        "threshold_single": 1.0,
+        "threshold_acc": 0.5,
+    }
 
 
 def test_whole_numbers_serve_as_floats_but_truth_values_do_not():

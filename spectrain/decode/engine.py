@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from spectrain.cache import KVCache
-from spectrain.config import at_least, choose
+from spectrain.config import LAWS, LOSSY_LAWS, Leniency, at_least, check_law, choose
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.decode.sampling import Sampling, Streams
-from spectrain.decode.verify import LAWS, check_proposal, verify
+from spectrain.decode.verify import DEFAULT, check_proposal, verify
 from spectrain.kernels.likeliest import CACHED
 from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
@@ -38,18 +38,21 @@ def generate(
     drafter: Drafter | None = None,
     plan: Plan | None = None,
     law: str = "target_only",
+    leniency: Leniency = DEFAULT,
     request_keys: Sequence[int] | None = None,
     record_orders: bool = False,
 ) -> tuple[list[Generation], list[Timing]]:
     """Decode every prompt, `batch_size` at a time; plain decoding without a drafter.
 
-    request_keys: a stable number per prompt for its random numbers, by default its index. The texts come in
+    leniency: of the lossy laws, whose texts say lossless=False. request_keys: a stable number per prompt for
+    its random numbers, by default its index. The texts come in
     the order of the prompts. A Timing reaches from one empty batch to the next; at batch_size 1 that is one
     per prompt. Raises ValueError for settings that do not fit together, an empty prompt, one that fills the
     target's context, and logits that are not finite.
     """
     keys = list(range(len(prompts)) if request_keys is None else request_keys)
     choose("law", law, LAWS)
+    leniency.check(law, "leniency")
     at_least("max_new_tokens", max_new_tokens, 1)
     at_least("batch_size", batch_size, 1)
     if len(keys) != len(prompts) or len(set(keys)) != len(keys):
@@ -66,7 +69,7 @@ def generate(
         waiting.append(_Request(i, keys[i], list(prompt), min(max_new_tokens, limit - len(prompt))))
     if not waiting:
         return [], []
-    engine = _Engine(target, sampling, frozenset(stop_ids), law, record_orders)
+    engine = _Engine(target, sampling, frozenset(stop_ids), law, leniency, record_orders)
     with torch.no_grad():
         return engine.run(waiting, batch_size, drafter, plan)
 
@@ -74,12 +77,15 @@ def generate(
 def check_plan(plan: Plan, law: str) -> None:
     """Raise ValueError for a plan that is malformed or does not go with `law`."""
     choose("plan.shape", plan.shape, ("chain", "tree"))
+    check_law("law", law, plan.shape)
     at_least("plan.length", plan.length, 1)
     if plan.shape == "tree":
         at_least("plan.nodes", plan.nodes, 1)
         at_least("plan.top_k", plan.top_k, 1)
-        if law == "rejection":
-            raise ValueError("law=rejection with plan.shape=tree: a tree needs law=target_only")
+    if law == "recursive" and not plan.sampled:
+        raise ValueError("law=recursive with plan.sampled=False: expected siblings drawn without replacement")
+    if plan.sampled and plan.shape == "chain":
+        raise ValueError("plan.sampled=True with plan.shape=chain: has no effect on a chain, expected False")
 
 
 def context_length(target: Target) -> int:
@@ -158,10 +164,16 @@ class _Engine:
     """Places 0 .. B - 1 of the batch, each free or holding a request."""
 
     def __init__(
-        self, target: Target, sampling: Sampling, stop_ids: frozenset[int], law: str, record_orders: bool
+        self,
+        target: Target,
+        sampling: Sampling,
+        stop_ids: frozenset[int],
+        law: str,
+        leniency: Leniency,
+        record_orders: bool,
     ):
         self.target, self.sampling, self.stop_ids = target, sampling, stop_ids
-        self.law, self.record_orders = law, record_orders
+        self.law, self.leniency, self.record_orders = law, leniency, record_orders
 
     def run(
         self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
@@ -237,7 +249,9 @@ class _Engine:
         rooms = {place: self.places[place].room for place in active if self.places[place].room > 0}
         if rooms:
             ranked = RANKED if self.record_orders else 0
-            plan = replace(plan, length=min(plan.length, max(rooms.values())), ranked=ranked)
+            # A tree's shape may not depend on the rooms of other requests; a chain's prefix does not anyway.
+            longest = plan.length if plan.shape == "tree" else min(plan.length, max(rooms.values()))
+            plan = replace(plan, length=longest, ranked=ranked)
             proposals = self.drafting.propose(list(rooms), plan, self.streams)
             for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
                 found[place] = clamp(proposal, room)
@@ -288,6 +302,7 @@ class _Engine:
             streams=self.streams,
             requests=places,
             root_positions=roots,
+            leniency=self.leniency,
             at_once=at_once,
         )
         paths, observations = [], []
@@ -342,6 +357,7 @@ class _Engine:
                 finish_reason=reason,
                 rounds=tuple(request.rounds),
                 orders=tuple(request.orders),
+                lossless=self.drafting is None or self.sampling.greedy or self.law not in LOSSY_LAWS,
             )
         return kept
 

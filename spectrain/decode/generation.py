@@ -30,7 +30,8 @@ class Generation:
     ids: emitted tokens, the first (from the prefill) included, the stop token included; finish_reason: "stop"
     or "length". rounds: empty for plain decoding. orders: one entry per emitted token when recorded: int64
     [M] ids by descending draft probability at that place, or None where no drafter was asked (prefill's
-    token, tokens after a leaf). text: the decoded ids, filled in by `spectrain.generate` alone.
+    token, tokens after a leaf). text: the decoded ids, filled in by `spectrain.generate` alone. lossless:
+    False where the law of verification does not keep the target's law (`typical`, `thresholds`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class Generation:
     rounds: tuple[Round, ...] = ()
     orders: tuple[torch.Tensor | None, ...] = ()
     text: str = ""
+    lossless: bool = True
 
 
 @dataclass(frozen=True)

@@ -102,14 +102,27 @@ def test_a_hybrid_target_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"law": "typical"}, "law='typical': expected one of rejection, target_only"),
+        (
+            {"law": "strict"},
+            "law='strict': expected one of rejection, block, target_only, recursive, typical",
+        ),
+        ({"law": "thresholds"}, "leniency: thresholds of 1 are law target_only"),
+        ({"law": "recursive", "plan": CHAIN, "drafter": object()}, "law=recursive: a chain has no siblings"),
+        (
+            {"law": "recursive", "plan": Plan("tree", 2, nodes=3, top_k=2), "drafter": object()},
+            "law=recursive with plan.sampled=False",
+        ),
+        (
+            {"law": "block", "plan": Plan("chain", 2, sampled=True), "drafter": object()},
+            "plan.sampled=True with plan.shape=chain: has no effect",
+        ),
         ({"plan": CHAIN}, "plan=.* and a drafter go together"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"request_keys": [3, 3]}, "request_keys="),
         ({"prompts": [[1], []]}, "prompt 1: 0 tokens, expected 1 to 511"),
         (
             {"plan": Plan("tree", 2, nodes=3, top_k=2), "law": "rejection", "drafter": object()},
-            "a tree needs",
+            "law=rejection: verifies chains only",
         ),
         ({"plan": Plan("tree", 2), "drafter": object()}, "plan.nodes=0"),
     ],

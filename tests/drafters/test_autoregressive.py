@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.drafters.autoregressive import grow
+from spectrain.drafters.autoregressive import branching, grow
 from spectrain.proposal import Plan
 
 
@@ -164,6 +164,71 @@ def searched(table, depth, top_k):
         best = sorted(level, key=lambda path: (-np.float32(level[path]).round(4), path[-1]))
         frontier = {path: level[path] for path in best[:top_k]}
     return pool
+
+
+def test_the_shape_of_a_sampled_tree_is_the_one_that_keeps_most():
+    """Kept: .6, its child .36, a second child .24, then .216, and .144 three times over."""
+    assert branching(3, 4, 2) == ((-1, 0), (-1, 1), (0, 0), (2, 0))
+    assert branching(2, 4, 2) == ((-1, 0), (-1, 1), (0, 0), (0, 1))
+    assert branching(1, 9, 3) == ((-1, 0), (-1, 1), (-1, 2))
+    assert branching(4, 4, 1) == ((-1, 0), (0, 0), (1, 0), (2, 0))
+
+
+def test_no_shape_of_the_same_size_keeps_more():
+    def kept(shape):
+        values = {-1: 1.0}
+        for i, (parent, rank) in enumerate(shape):
+            values[i] = values[parent] * 0.6 * 0.4**rank
+        return sum(values.values()) - 1
+
+    def shapes(nodes):
+        """Every shape of ranks below 2 and depth up to 3, as sets of rank paths."""
+        if nodes == 0:
+            return {frozenset()}
+        found = set()
+        for shape in shapes(nodes - 1):
+            for path in [(), *shape]:
+                for child in ((*path, 0), (*path, 1)):
+                    whole = child[-1] == 0 or (*path, 0) in shape
+                    if whole and len(child) <= 3 and child not in shape:
+                        found.add(shape | {child})
+        return found
+
+    for nodes in range(1, 7):
+        best = max(sum(0.6 ** len(p) * 0.4 ** sum(p) for p in shape) for shape in shapes(nodes))
+        assert kept(branching(3, nodes, 2)) == pytest.approx(best)
+
+
+def test_siblings_are_drawn_without_replacement_in_the_order_of_the_shape():
+    """The sampler draws the last possible id, so siblings come in descending order."""
+    stepper = Table({(): logs(0.2, 0.3, 0.5), (2,): logs(0.5, 0.25, 0.25)}, kept_ids=[1, 3, 4], vocab_size=6)
+    sampler = Draws()
+    (tree,) = grow(stepper, [2], Plan("tree", 2, nodes=4, top_k=2, sampled=True, ranked=2), sampler)
+    assert paths(tree) == [(4,), (3,), (4, 4), (4, 3)]
+    assert sampler.keys == [(2, 12, 0), (2, 12, 1), (2, 12, 2), (2, 12, 3)]
+    assert stepper.calls == [([2], [-1], [4])]
+    root = torch.tensor([0, 0.2, 0, 0.3, 0.5, 0])
+    torch.testing.assert_close(torch.stack(tree.q[:2]), torch.stack([root, root]))
+    assert tree.ranked.tolist() == [[4, 3], [4, 3], [-1, -1], [-1, -1], [-1, -1]]
+
+
+def test_a_law_of_few_tokens_gives_fewer_siblings():
+    """q of the root has one token, so the second child and what would hang below it are missing."""
+    stepper = Table({(): [-math.inf, 0.0, -math.inf], (1,): logs(0.5, 0.25, 0.25)})
+    trees = grow(stepper, [0, 1], Plan("tree", 2, nodes=5, top_k=2, sampled=True), Draws())
+    assert branching(2, 5, 2)[-1] == (1, 0)
+    for tree in trees:
+        assert paths(tree) == [(1,), (1, 2), (1, 1)]
+    assert stepper.calls == [([0, 1], [-1, -1], [1, 1])]
+
+
+def test_a_deeper_sampled_tree_steps_each_node_from_its_parent():
+    stepper = Table({(): logs(0.2, 0.3, 0.5)})
+    (tree,) = grow(stepper, [5], Plan("tree", 3, nodes=9, top_k=2, sampled=True), Draws())
+    found = paths(tree)
+    assert len(found) == 9 and len(set(found)) == 9
+    stepped = [found[node] for node in range(9) if any(p == node for p in tree.parents)]
+    assert sorted(stepper.nodes[5]) == sorted(stepped)
 
 
 def test_a_small_vocabulary_limits_the_children():

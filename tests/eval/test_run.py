@@ -25,6 +25,7 @@ RUNS = [
     CHAIN,
     replace(CHAIN, name="chain_t1", temperature=1.0),
     replace(CHAIN, name="tree", proposal="tree", law="target_only", nodes=6, top_k=2, batch=2),
+    replace(CHAIN, name="typical_t1", temperature=1.0, law="typical"),
 ]
 
 
@@ -119,7 +120,7 @@ def test_batched_texts_equal_single_ones(done):
 
 
 def test_the_report_is_the_headline_run_and_holds_all_runs(report):
-    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree"]
+    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree", "typical_t1"]
     assert report["tau"] == report["runs"][0]["tau"]
     assert report["lossless"] and report["certificate"]["pass"]
     tau, joint = report["tau"]["value"], sum(n["value"] for n in report["joint_k"])
@@ -160,6 +161,7 @@ def test_the_report_has_exactly_the_documented_keys(report):
     assert set(report["counters"]) == docs["Counters"]
     assert set(report["samples"][0]) == docs["Sample"]
     assert set(certificate) == docs["Certificate"]
+    assert set(certificate["lossy"][0]) == docs["Lossy run"]
     assert set(certificate["greedy"]) == docs["Greedy"]
     assert set(certificate["greedy"]["runs"][0]) == docs["Greedy run"]
     assert set(certificate["sampling"]) == docs["Sampling"]
