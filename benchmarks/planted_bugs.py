@@ -31,7 +31,7 @@ from spectrain.proposal import Drafter, Proposal
 from spectrain.target import Target
 from spectrain.testing import Bigram, tiny_llama
 
-TEXTS, LENGTH = 48, 125  # 6,000 tokens
+TEXTS, LENGTH = 32, 125  # 4,000 tokens
 TESTS = {
     "uniformity": "uniform, by q",
     "uniformity_by_target": "uniform, by p",

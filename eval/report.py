@@ -82,12 +82,17 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def scalars(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of all runs as eval/RUN/NAME, with eval/lossless; what W&B shows."""
-    found = {"eval/lossless": float(report["lossless"])}
+def scalars(report: Mapping[str, Any]) -> dict[str, float | str]:
+    """The numbers of all runs as eval/RUN/NAME, with eval/lossless; what W&B shows.
+
+    A withheld one is the word "withheld", which takes the place of what an earlier report wrote there.
+    """
+    found: dict[str, float | str] = {"eval/lossless": float(report["lossless"])}
     for run in report["runs"]:
         for name, number in run.items():
-            if isinstance(number, dict) and number.get("value") is not None:
+            if isinstance(number, dict) and "withheld" in number:
+                found[f"eval/{run['name']}/{name}"] = "withheld"
+            elif isinstance(number, dict) and number.get("value") is not None:
                 found[f"eval/{run['name']}/{name}"] = number["value"]
     return found
 
@@ -144,7 +149,7 @@ def _numbers(
     sums, settings = counters(texts, slots=run["length"]), manifest["eval"]
     found = estimate(
         sums,
-        limit_cost=_limit_cost(texts, sums, run, manifest),
+        limit_cost=_limit_cost(texts, sums, manifest),
         prompts=[text.id for text in texts],
         units=[text.unit for text in texts],
         length=run["length"],
@@ -160,11 +165,10 @@ def _numbers(
     return {**numbers, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
 
 
-def _limit_cost(
-    texts: Sequence[Text], sums: Counters, run: Mapping[str, Any], manifest: Mapping[str, Any]
-) -> float:
+def _limit_cost(texts: Sequence[Text], sums: Counters, manifest: Mapping[str, Any]) -> float:
     """Least cost of this run's rounds in plain steps on eval.limit_gpu; NaN for none, or without rounds."""
-    gpu, [rounds] = manifest["eval"]["limit_gpu"], sums.pooled().rounds
+    gpu, total = manifest["eval"]["limit_gpu"], {k: v[0] for k, v in vars(sums.pooled()).items()}
+    rounds, steps = total["rounds"], total["steps"]
     if gpu == "none" or not rounds:
         return math.nan
     contexts = 0
@@ -173,13 +177,12 @@ def _limit_cost(
         for record in text.speculative.rounds:
             contexts += committed
             committed += record.emitted
-    total = sums.pooled()
     load = Load(
-        batch=run["batch"],
+        batch=rounds / steps,
         context=contexts / rounds,
-        drafted=total.drafted[0] / rounds,
-        draft_steps=total.draft_steps[0] / total.steps[0],
-        emitted=total.emitted[0] / rounds,
+        drafted=total["drafted"] / rounds,
+        draft_steps=total["draft_steps"] / steps,
+        emitted=total["emitted"] / rounds,
     )
     shapes = manifest["shapes"]
     return round_cost(GPUS[gpu], TargetShape(**shapes["target"]), DraftShape(**shapes["drafter"]), load)
