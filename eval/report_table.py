@@ -97,9 +97,7 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"eta_limit {interval(report['eta_limit'])} on {report['limit_gpu']}, eta/eta_limit {share}"
         )
-        lines.append(
-            "(eta_limit is a model of its bandwidth and arithmetic with this tau, not a measurement)"
-        )
+        lines.append("(a model of its bandwidth and arithmetic with this tau, not a measurement)")
     return _section(lines)
 
 

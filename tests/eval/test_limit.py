@@ -103,7 +103,7 @@ def test_width_is_free_up_to_the_ridge_and_then_costs(llama_8b):
     plain = step_s(gpu, shape, batch=1, context=0, tokens=1)
     for tokens, r in ((64, 1.0), (128, 1.0), (192, 1.06), (256, 1.41), (384, 2.1), (512, 2.8)):
         found = step_s(gpu, shape, batch=1, context=0, tokens=tokens) / plain
-        assert found == pytest.approx(r, abs=0.03), tokens
+        assert found == pytest.approx(r, abs=0.05), tokens  # attention adds up to 0.03
 
 
 def test_an_eagle3_step_for_llama_8b_costs_a_twentieth(llama_8b):
@@ -121,7 +121,7 @@ def test_experts_are_read_as_more_tokens_touch_more_of_them(qwen3_30b):
     rows = {1: (1.56, 2.58, 4.26, 6.56), 4: (1.65, 2.55, 3.40, 3.81), 32: (1.12, 1.14, 1.14, 1.14)}
     for batch, expected in rows.items():
         found = [shape.touched(batch * n) / shape.touched(batch) for n in (2, 4, 8, 16)]
-        assert found == pytest.approx(expected, abs=0.01)
+        assert found == pytest.approx(expected, rel=5e-3)
 
 
 def test_a_tied_head_is_read_and_an_input_embedding_is_not():
