@@ -141,6 +141,12 @@ def test_a_target_that_skips_its_filter_emits_impossible_tokens(target, drafter)
     assert found["p_value"] == 0.0 and found["impossible"]
 
 
+def test_plain_decoding_is_held_to_the_largest_logit_of_an_independent_forward():
+    rows = [[1.0, 1.00005], [0.0, 2.0], [3.0, 3.0]]
+    found = certificate.not_argmax(Table(rows), "q", text(0, 0, 0))
+    assert [(d.place, d.expected, d.found, d.is_tie) for d in found] == [(0, 1, 0, True), (1, 1, 0, False)]
+
+
 def test_another_temperature_is_caught(target, drafter):
     texts = decoded(target, drafter, CHAIN, 400, temperature=1.5)
     names = [q.id for q in QUESTIONS]
