@@ -133,11 +133,9 @@ def greedy_certificate(
         used += len(part)
         plain = _decode(target, None, part, runs[0], config.greedy_tokens)
         for question, text in zip(part, plain, strict=True):
-            for difference in not_argmax(target, question.id, text):
-                if difference.is_tie:
-                    ties.append({"run": "plain", **asdict(difference)})
-                else:
-                    differences.append(difference)
+            below = not_argmax(target, question.id, text)
+            ties += [{"run": "plain", **asdict(d)} for d in below if d.is_tie]
+            differences += [d for d in below if not d.is_tie]
             plain_tokens += len(text.ids)
         progress.update(sum(len(text.ids) for text in plain))
         for run in runs:

@@ -165,7 +165,7 @@ def _decode_runs(
     """The texts of runs that share a plain baseline, by name: read back, or decoded together where
     unfinished."""
     limits = (config.eval.max_new_tokens, runs[0].batch, config.eval.seed)
-    asked = {
+    asked: dict[str, Any] = {
         "prompts": [asdict(p) for p in prompts],
         "questions": _print(_questions(config, target, prompts)),
     }

@@ -178,14 +178,14 @@ def estimate(
     prompts: for each text its prompt, whose texts are drawn as a whole; units: the same for TIMED, where a
     batch of prompts that was timed together is one unit.
     """
-    given = {"length": length, "limit_cost": limit_cost}
-    point = ratios(counters.pooled(), **given)
+    point = ratios(counters.pooled(), length=length, limit_cost=limit_cost)
     spreads = {}
     for is_timed, groups in ((False, prompts), (True, units)):
         _, group_of = np.unique(np.asarray(groups), return_inverse=True)
         number = int(group_of.max()) + 1
         draws = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), size=resamples)
-        spread = ratios(counters.total(draws[:, group_of].astype(float)), **given)
+        total = counters.total(draws[:, group_of].astype(float))
+        spread = ratios(total, length=length, limit_cost=limit_cost)
         spreads[is_timed] = spread if number > 1 else dict.fromkeys(spread)
     return {name: _numbers(point[name][0], spreads[name in TIMED][name]) for name in point}
 

@@ -211,6 +211,7 @@ class Bigram(nn.Module):
     """
 
     taps: tuple[int, ...] = ()
+    logits_VV: torch.Tensor
 
     def __init__(self, target: Target):
         super().__init__()
