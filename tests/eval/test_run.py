@@ -102,29 +102,6 @@ def report(done) -> dict:
     return json.loads((done / "report.json").read_text())
 
 
-def test_the_limit_is_labelled_a_model(report, done):
-    for run in report["runs"]:
-        limit, eta = run["eta_limit"], run["eta"]["value"]
-        cost = run["tau"]["value"] / limit["value"]
-        assert limit["low"] * cost == pytest.approx(run["tau"]["low"], rel=1e-9)
-        assert run["limit_share"]["value"] == pytest.approx(eta / limit["value"], rel=1e-9)
-        assert cost > 1
-    assert report["limit_gpu"] == "h200"
-    assert "on h200, eta/eta_limit" in table(report) and "not a measurement" in table(report)
-    assert "model of the bandwidth and arithmetic of h200" in (done / "report.html").read_text()
-
-
-def test_another_gpu_for_the_limit_decodes_nothing_again(done, target, drafter, monkeypatch, report):
-    config = settings(done)
-    none = replace(config, eval=replace(config.eval, limit_gpu="none"))
-    assert decoded_again(none, target, drafter, done, monkeypatch) == []
-    again = build_report(done)
-    assert again["eta_limit"] == again["limit_share"] == {"value": None, "low": None, "high": None}
-    assert "eta_limit" not in table(again)
-    run_evaluation(config, target, drafter, done)
-    assert build_report(done)["eta_limit"] == report["eta_limit"]
-
-
 def test_every_turn_of_every_prompt_is_decoded_by_both_arms(done):
     texts = read_texts(done / "eval" / "runs" / "chain" / "texts.jsonl")
     assert [f"{t.id} {t.turn}" for t in texts] == ["a-0 0", "b-0 0", "a-1 0", "a-1 1", "b-1 0", "b-1 1"]
@@ -393,15 +370,13 @@ def test_a_failed_certificate_withholds_eta_after_the_report_is_written(
     ):
         run_evaluation(config, target, drafter, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["lossless"] is False
+    assert report["lossless"] is False and report["tau"]["value"] > 1
     for part in (report, *report["runs"], *report["categories"].values()):
         for name in SPEED_UPS:
             assert part[name]["value"] is None and "greedy text differs" in part[name]["withheld"]
     assert {scalars(report)[f"eval/chain/{name}"] for name in SPEED_UPS} == {"withheld"}
-    assert report["tau"]["value"] > 1
-    assert "withheld" in (tmp_path / "report.html").read_text()
-    assert "NOT LOSSLESS" in table(report) and "every speed-up is withheld" in table(report)
-    assert "tok/s" not in table(report)
+    assert "withheld" in (tmp_path / "report.html").read_text() and "NOT LOSSLESS" in table(report)
+    assert "every speed-up is withheld" in table(report) and "tok/s" not in table(report)
     with pytest.raises(CertificateFailed):
         write_report(tmp_path)
 
