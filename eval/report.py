@@ -5,6 +5,7 @@ lists every key of report.json. Knows no model.
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,11 +16,17 @@ import yaml
 
 from spectrain.artifacts import MANIFEST, read_json, write_bytes, write_json
 from spectrain.eval.certificate import CertificateFailed
+from spectrain.eval.limit import GPUS, DraftShape, Load, TargetShape, round_cost
 from spectrain.eval.records import Text, counters, read_texts
 from spectrain.eval.report_html import page
 from spectrain.eval.report_table import table
-from spectrain.metrics import Number, after_cut, estimate
+from spectrain.metrics import Counters, Number, after_cut, estimate
 from spectrain.record import open_wandb
+
+SPEED_UPS = (
+    "eta", "eta_model", "eta_leviathan", "eta_limit", "limit_share", "throughput_tok_s"
+)  # fmt: skip
+"""What a failed certificate withholds: a text that is not the target's has no speed-up."""
 
 
 def write_report(run_dir: Path) -> None:
@@ -53,7 +60,7 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         )
     manifest = read_json(evaluation / MANIFEST)
     names = ("recipe", "note", "target", "drafter")
-    if missing := [key for key in names if key not in manifest]:
+    if missing := [key for key in (*names, "shapes") if key not in manifest]:
         raise ValueError(
             f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
             "run the eval stage (stages=[eval])"
@@ -63,12 +70,13 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     certificate = read_json(path)
     if "lossy" not in certificate:
         raise ValueError(f"{path}: no lossy: made by an older version; run the eval stage (stages=[eval])")
-    runs = [_run(run, evaluation / "runs" / run["name"], settings, certificate) for run in settings["runs"]]
+    runs = [_run(run, evaluation / "runs" / run["name"], manifest, certificate) for run in settings["runs"]]
     stages = read_json(run_dir / "stages.json") if (run_dir / "stages.json").exists() else {}
     return {
         **{key: manifest[key] for key in names},
         **runs[0],
         "lossless": certificate["pass"],
+        "limit_gpu": settings["limit_gpu"],
         "runs": runs,
         "certificate": certificate,
         "training": _training(training_lines(run_dir)),
@@ -77,13 +85,18 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def scalars(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of all runs as eval/RUN/NAME, with eval/lossless and eval/RUN/lossless; what W&B shows."""
-    found = {"eval/lossless": float(report["lossless"])}
+def scalars(report: Mapping[str, Any]) -> dict[str, float | str]:
+    """The numbers of all runs as eval/RUN/NAME, with eval/lossless and eval/RUN/lossless; what W&B shows.
+
+    A withheld one is the word "withheld", which takes the place of what an earlier report wrote there.
+    """
+    found: dict[str, float | str] = {"eval/lossless": float(report["lossless"])}
     for run in report["runs"]:
         found[f"eval/{run['name']}/lossless"] = float(run["lossless"])
         for name, number in run.items():
-            if isinstance(number, dict) and number.get("value") is not None:
+            if isinstance(number, dict) and "withheld" in number:
+                found[f"eval/{run['name']}/{name}"] = "withheld"
+            elif isinstance(number, dict) and number.get("value") is not None:
                 found[f"eval/{run['name']}/{name}"] = number["value"]
     return found
 
@@ -112,7 +125,7 @@ def failure(certificate: Mapping[str, Any]) -> str:
 
 
 def _run(
-    run: Mapping[str, Any], folder: Path, settings: Mapping[str, Any], certificate: Mapping[str, Any]
+    run: Mapping[str, Any], folder: Path, manifest: Mapping[str, Any], certificate: Mapping[str, Any]
 ) -> dict:
     texts = read_texts(folder / "texts.jsonl")
     part = certificate["greedy" if run["temperature"] == 0 else "sampling"]
@@ -125,9 +138,9 @@ def _run(
         **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
         "length": run["length"],
         "nodes": run["nodes"] if run["proposal"] == "tree" else run["length"],
-        **_numbers(texts, run, settings, reason),
+        **_numbers(texts, run, manifest, reason),
         "categories": {
-            name: _numbers(found, run, settings, reason) for name, found in sorted(categories.items())
+            name: _numbers(found, run, manifest, reason) for name, found in sorted(categories.items())
         },
         "lossless": not lossy and part["pass"],
         "lossy": lossy,
@@ -136,12 +149,14 @@ def _run(
 
 
 def _numbers(
-    texts: Sequence[Text], run: Mapping[str, Any], settings: Mapping[str, Any], reason: str | None
+    texts: Sequence[Text], run: Mapping[str, Any], manifest: Mapping[str, Any], reason: str | None
 ) -> dict:
-    """Every number with its interval, and the counters they are ratios of; `reason` withholds eta."""
-    sums = counters(texts, slots=run["length"])
+    """Every number with its interval, and the counters they are ratios of; `reason` withholds SPEED_UPS."""
+    sums, settings = counters(texts, slots=run["length"]), manifest["eval"]
     found = estimate(
         sums,
+        limit_cost=_limit_cost(texts, sums, manifest),
+        prompts=[text.id for text in texts],
         units=[text.unit for text in texts],
         length=run["length"],
         resamples=settings["bootstrap"],
@@ -149,11 +164,34 @@ def _numbers(
     )
     numbers = {k: [asdict(n) for n in v] if isinstance(v, list) else asdict(v) for k, v in found.items()}
     if reason is not None:
-        numbers["eta"] = {**asdict(Number(None, None, None)), "withheld": reason}
+        numbers |= {key: {**asdict(Number(None, None, None)), "withheld": reason} for key in SPEED_UPS}
     total = {name: value[0].tolist() for name, value in vars(sums.pooled()).items()}
     accepted = [after_cut(record)[0] for text in texts for record in text.speculative.rounds]
     histogram = [accepted.count(k) for k in range(run["length"] + 1)]
     return {**numbers, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
+
+
+def _limit_cost(texts: Sequence[Text], sums: Counters, manifest: Mapping[str, Any]) -> float:
+    """Least cost of this run's rounds in plain steps on eval.limit_gpu; NaN for none, or without rounds."""
+    gpu, total = manifest["eval"]["limit_gpu"], {k: v[0] for k, v in vars(sums.pooled()).items()}
+    rounds, steps = total["rounds"], total["steps"]
+    if gpu == "none" or not rounds:
+        return math.nan
+    contexts = 0
+    for text in texts:
+        committed = len(text.speculative.prompt_ids)  # all but the root, the prefill's token at first
+        for record in text.speculative.rounds:
+            contexts += committed
+            committed += record.emitted
+    load = Load(
+        batch=rounds / steps,
+        context=contexts / rounds,
+        drafted=total["drafted"] / rounds,
+        draft_steps=total["draft_steps"] / steps,
+        emitted=total["emitted"] / rounds,
+    )
+    shapes = manifest["shapes"]
+    return round_cost(GPUS[gpu], TargetShape(**shapes["target"]), DraftShape(**shapes["drafter"]), load)
 
 
 def _training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -179,12 +179,17 @@ def _costs(report: Mapping[str, Any]) -> str:
     body += plots.stack(rows, x="cost of one round, in plain decoding steps; eta = tau / cost")
     if not report["certificate"]["pass"]:
         return _section("Where a round's time goes", body)
+    gpu = report["limit_gpu"]
     models = [
         f"{escape(_label(run))}: measured {_show(run['eta'])}, by costs {_show(run['eta_model'])}, "
         f"Leviathan's formula {_show(run['eta_leviathan'])}"
+        + (f", limit {_show(run['eta_limit'])} ({_show(run['limit_share'])} of it)" if gpu != "none" else "")
         for run in report["runs"]
     ]
-    return _section("Where a round's time goes", body, "Speed-up. " + "; ".join(models) + ".")
+    words = "Speed-up. " + "; ".join(models) + "."
+    if gpu != "none":
+        words += f" The limit is a model of the bandwidth and arithmetic of {gpu}, not a measurement."
+    return _section("Where a round's time goes", body, words)
 
 
 def _text_sample(report: Mapping[str, Any]) -> str:

@@ -80,15 +80,26 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     r, c, gamma, rest = (report[name]["value"] for name in ("r", "c", "gamma", "overhead"))
     if None in (r, c, gamma, rest):
         return []
-    lines = [
+    cost = [
         "COST OF A ROUND, in plain steps",
         f"verify r {r:.2f} + {gamma:.1f} draft steps of c {c:.3f} + rest {rest:.2f} "
         f"= {r + gamma * c + rest:.2f}",
+    ]
+    if "withheld" in report["eta"]:
+        return _section([*cost, "every speed-up is withheld: the certificate failed"])
+    lines = [
+        *cost,
         f"plain {_value(report['plain_throughput_tok_s'], 1)} tok/s, "
         f"speculative {_value(report['throughput_tok_s'], 1)} tok/s; "
         f"eta by model {_value(report['eta_model'])}, Leviathan's {_value(report['eta_leviathan'])}",
         "eta by model is eta itself at batch 1, since rest is the measured remainder",
     ]
+    if report["eta_limit"]["value"] is not None:
+        share = _value(report["limit_share"])
+        lines.append(
+            f"eta_limit {interval(report['eta_limit'])} on {report['limit_gpu']}, eta/eta_limit {share}"
+        )
+        lines.append("(a model of its bandwidth and arithmetic with this tau, not a measurement)")
     return _section(lines)
 
 

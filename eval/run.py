@@ -26,6 +26,7 @@ from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
+from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
 from spectrain.eval.records import Text, read_texts, share, write_texts
@@ -68,6 +69,10 @@ def evaluate(
             asked = prompts[: runs[0].prompts or None]
             texts |= _decode_runs(config, runs, target, drafter, asked, identity, folder / "runs")
         if dtype == "float32":
+            shapes = {
+                "target": asdict(target_shape(target)),
+                "drafter": asdict(DraftShape(*drafter.weights_read())),
+            }
             passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
         del target, drafter
         gc.collect()
@@ -78,6 +83,7 @@ def evaluate(
         "target": config.target.path,
         "drafter": config.drafter.family,
         "prompts": len(prompts),
+        "shapes": shapes,
         "seconds": time.perf_counter() - began,
     }
     write_json(folder / MANIFEST, manifest)
@@ -217,8 +223,9 @@ def _certify(
         name: fingerprint([[asdict(text.speculative), asdict(text.plain)] for text in found])
         for name, found in texts.items()
     }
+    shaping = {k: v for k, v in asdict(config.eval).items() if k not in ("bootstrap", "limit_gpu")}
     settings = {
-        "eval": asdict(config.eval),
+        "eval": shaping,
         "questions": _print(questions),
         "texts": decoded,
         **identity,

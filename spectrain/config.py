@@ -285,6 +285,9 @@ class EvalConfig:
     sampling_tokens: int = 3000
     """Fewest emitted tokens that the sampling certificate tests."""
     bootstrap: int = 2000
+    limit_gpu: str = "h200"
+    """GPU whose bandwidth and arithmetic bound the speed-up (`eta_limit`, eval/limit.py): h200, h100 (data
+    sheets), h200_measured, or none."""
     seed: int = 0
     threads: int = 0
     """CPU threads of both arms while decoding; 0: as the process has. The report names them."""
@@ -300,6 +303,7 @@ class EvalConfig:
         at_least("eval.max_new_tokens", self.max_new_tokens, 1)
         at_least("eval.sampling_tokens", self.sampling_tokens, 1)
         at_least("eval.bootstrap", self.bootstrap, 1)
+        choose("eval.limit_gpu", self.limit_gpu, ("none", "h200", "h100", "h200_measured"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ cut biases no alpha:
     accepted 3 of 4 drafts, second is stop  emitted 2   accepted after the cut 2   reached 2   bonus cut
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -19,6 +20,12 @@ from typing import Protocol
 import numpy as np
 
 TIMING = ("decode_s", "draft_s", "verify_s", "steps", "draft_steps", "plain_s", "plain_steps", "plain_tokens")
+
+TIMED = (
+    "c", "r", "gamma", "overhead", "eta", "eta_model", "eta_leviathan", "limit_share", "throughput_tok_s",
+    "plain_throughput_tok_s",
+)  # fmt: skip
+"""The numbers of `ratios` that hang on seconds or on the steps of a batch."""
 
 
 class RoundRecord(Protocol):
@@ -118,8 +125,12 @@ def count(
     )  # fmt: skip
 
 
-def ratios(sums: Counters, *, length: int) -> dict[str, np.ndarray]:
-    """Every number from sums [B, ..], NaN where undefined; `length`: drafts of a chain or depth of a tree."""
+def ratios(sums: Counters, *, length: int, limit_cost: float = math.nan) -> dict[str, np.ndarray]:
+    """Every number from sums [B, ..], NaN where undefined.
+
+    length: drafts of a chain or depth of a tree; limit_cost: least cost of a round in plain steps on a named
+    GPU (eval/limit.py), NaN where none is named.
+    """
     plain_step = _over(sums.plain_s, sums.plain_steps)
     tau = _over(sums.emitted, sums.rounds)
     alpha = _over(sums.mass.sum(1), sums.reached.sum(1))
@@ -129,6 +140,7 @@ def ratios(sums: Counters, *, length: int) -> dict[str, np.ndarray]:
     rest = sums.decode_s - sums.draft_s - sums.verify_s
     overhead = _over(_over(rest, sums.steps), plain_step)
     speed, plain_speed = _over(sums.emitted, sums.decode_s), _over(sums.plain_tokens, sums.plain_s)
+    eta, eta_limit = _over(speed, plain_speed), tau / limit_cost
     return {
         "tau": tau,
         "alpha": alpha,
@@ -141,28 +153,41 @@ def ratios(sums: Counters, *, length: int) -> dict[str, np.ndarray]:
         "r": r,
         "gamma": gamma,
         "overhead": overhead,
-        "eta": _over(speed, plain_speed),
+        "eta": eta,
         "eta_model": _over(tau, r + gamma * c + overhead),
         "eta_leviathan": leviathan(alpha, length, c),
+        "eta_limit": eta_limit,
+        "limit_share": _over(eta, eta_limit),
         "throughput_tok_s": speed,
         "plain_throughput_tok_s": plain_speed,
     }
 
 
 def estimate(
-    counters: Counters, *, units: Sequence[int], length: int, resamples: int, seed: int
+    counters: Counters,
+    *,
+    prompts: Sequence,
+    units: Sequence[int],
+    length: int,
+    resamples: int,
+    seed: int,
+    limit_cost: float = math.nan,
 ) -> dict[str, Number | list[Number]]:
     """Every number of `ratios` with its 95% percentile bootstrap interval.
 
-    units: for each text the unit that is drawn as a whole (the texts of one prompt, or of one batch).
+    prompts: for each text its prompt, whose texts are drawn as a whole; units: the same for TIMED, where a
+    batch of prompts that was timed together is one unit.
     """
-    _, unit_of = np.unique(np.asarray(units), return_inverse=True)
-    num_units = int(unit_of.max()) + 1
-    shares = np.full(num_units, 1 / num_units)
-    draws = np.random.default_rng(seed).multinomial(num_units, shares, size=resamples)
-    point = ratios(counters.pooled(), length=length)
-    spread = ratios(counters.total(draws[:, unit_of].astype(float)), length=length)
-    return {name: _numbers(point[name][0], spread[name] if num_units > 1 else None) for name in point}
+    point = ratios(counters.pooled(), length=length, limit_cost=limit_cost)
+    spreads = {}
+    for is_timed, groups in ((False, prompts), (True, units)):
+        _, group_of = np.unique(np.asarray(groups), return_inverse=True)
+        number = int(group_of.max()) + 1
+        draws = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), size=resamples)
+        total = counters.total(draws[:, group_of].astype(float))
+        spread = ratios(total, length=length, limit_cost=limit_cost)
+        spreads[is_timed] = spread if number > 1 else dict.fromkeys(spread)
+    return {name: _numbers(point[name][0], spreads[name in TIMED][name]) for name in point}
 
 
 def leviathan(alpha: np.ndarray, length: int, c: np.ndarray) -> np.ndarray:

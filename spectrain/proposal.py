@@ -126,3 +126,7 @@ class Drafter(Protocol):
 
     def start(self, num_requests: int, capacity: int) -> Drafting:
         """State for `num_requests` requests of at most `capacity` tokens each, draft tokens included."""
+
+    def weights_read(self) -> tuple[int, int]:
+        """Weights that each draft step reads, and those that are read once a round besides; the limit of
+        eval/limit.py prices drafting by them."""

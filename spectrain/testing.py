@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from spectrain.data.packing import Sample
 from spectrain.drafters.layers import spans
 from spectrain.objectives import ObjectiveResult, RowIndex, Rows
+from spectrain.proposal import Plan, Proposal
+from spectrain.target import Target, packed_layout
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>")  # ids 256, 257, 258, 259
 
@@ -199,3 +201,76 @@ class TableObjective:
             "agree": zero,
         }
         return ObjectiveResult(cost.sum(), stats)
+
+
+class Bigram(nn.Module):
+    """q of the next token depends on the last one only: what the target says after that token alone.
+
+    A chain is drawn from q; a tree of depth d has top_k siblings at each level below the best one of the
+    level before.
+    """
+
+    taps: tuple[int, ...] = ()
+    logits_VV: torch.Tensor
+
+    def __init__(self, target: Target):
+        super().__init__()
+        V = target.vocab_size
+        ids, positions = torch.arange(V), torch.zeros(V, dtype=torch.int64)
+        states = target.states(ids, positions, packed_layout(range(V + 1)))
+        self.register_buffer("logits_VV", target.logits(states.final).float())
+
+    def weights_read(self) -> tuple[int, int]:
+        return self.logits_VV.shape[1], 0
+
+    def start(self, num_requests: int, capacity: int) -> "BigramDrafting":
+        return BigramDrafting(self.logits_VV)
+
+
+class BigramDrafting:
+    def __init__(self, logits_VV: torch.Tensor):
+        self.logits_VV = logits_VV
+        self.roots: dict[int, tuple[int, int]] = {}
+        self.steps = 0
+
+    def observe(self, observations) -> None:
+        self.steps += 1
+        for seen in observations:
+            self.roots[seen.request] = (int(seen.next_ids[-1]), seen.start + len(seen.next_ids))
+
+    def propose(self, requests, plan: Plan, sampler) -> list[Proposal]:
+        make = self.chain if plan.shape == "chain" else self.tree
+        return [make(request, plan, sampler) for request in requests]
+
+    def chain(self, request: int, plan: Plan, sampler) -> Proposal:
+        token, position = self.roots[request]
+        tokens, laws = [], []
+        for slot in range(plan.length):
+            law = sampler.draft_law(self.logits_VV[token][None])
+            [token] = sampler.draw(law, requests=[request], root_positions=[position], slots=[slot])
+            tokens.append(token)
+            laws.append(law)
+            self.steps += 1
+        return Proposal(
+            torch.tensor(tokens),
+            tuple(range(-1, plan.length - 1)),
+            q=torch.cat(laws),
+            ranked=self._ranked([self.roots[request][0], *tokens]),
+        )
+
+    def tree(self, request: int, plan: Plan, sampler) -> Proposal:
+        token, parent = self.roots[request][0], -1
+        tokens: list[int] = []
+        parents: list[int] = []
+        for _ in range(plan.length):
+            best = self.logits_VV[token].topk(plan.top_k).indices.tolist()
+            parents += [parent] * plan.top_k
+            parent, token = len(tokens), best[0]
+            tokens += best
+            self.steps += 1
+        return Proposal(
+            torch.tensor(tokens), tuple(parents), ranked=self._ranked([self.roots[request][0], *tokens])
+        )
+
+    def _ranked(self, tokens: list[int]) -> torch.Tensor:
+        return self.logits_VV[tokens].sort(descending=True, stable=True).indices[:, :20]

@@ -40,7 +40,7 @@ def counters(texts: list[list[Round]], slots: int = 4, **timing: list[float]) ->
 
 def numbers(texts: list[list[Round]], slots: int = 4, **timing: list[float]) -> dict[str, np.ndarray]:
     found = counters(texts, slots, **timing)
-    return {k: v[0] for k, v in ratios(found.pooled(), length=slots).items()}
+    return {k: v[0] for k, v in ratios(found.pooled(), length=slots, limit_cost=1.5).items()}
 
 
 @pytest.mark.case("O-X02")
@@ -123,15 +123,22 @@ def test_eta_compares_rates_where_texts_differ_in_length():
     assert found["eta"] == 1.0
 
 
+def test_the_limit_is_tau_over_the_least_cost_of_a_round():
+    found = numbers([[chain_round(2)] * 10], decode_s=[6.0], plain_s=[9.0], plain_tokens=[30])
+    assert found["eta_limit"] == 2.0  # 3 tokens a round that costs 1.5 plain steps
+    assert found["limit_share"] == pytest.approx(0.75, rel=1e-12)  # eta 1.5
+
+
 def test_leviathan_formula():
     expected = (1 - 0.8**6) / (0.2 * 1.25)
     assert leviathan(np.array(0.8), 5, np.array(0.05)) == pytest.approx(expected, rel=1e-12)
     assert leviathan(np.array(1.0), 5, np.array(0.0)) == 6.0
 
 
-def interval(texts: list[list[Round]], *, units=None, resamples: int = 200, seed: int = 0):
-    units = range(len(texts)) if units is None else units
-    return estimate(counters(texts), units=units, length=4, resamples=resamples, seed=seed)
+def interval(texts: list[list[Round]], *, prompts=None, units=None, resamples: int = 200, seed: int = 0):
+    prompts = range(len(texts)) if prompts is None else prompts
+    given = {"prompts": prompts, "units": prompts if units is None else units, "length": 4}
+    return estimate(counters(texts), **given, resamples=resamples, seed=seed)
 
 
 def sample_texts() -> list[list[Round]]:
@@ -153,10 +160,17 @@ def test_interval_holds_the_value_and_has_the_width_of_the_sampling_error():
     assert tau.high - tau.low == pytest.approx(2 * 1.96 * np.std(per_text) / 30**0.5, rel=0.1)
 
 
-def test_texts_of_one_unit_are_drawn_together():
+def test_texts_of_one_prompt_are_drawn_together():
     texts = [[chain_round(4)], [chain_round(0)]] * 10
-    paired = interval(texts, units=[i // 2 for i in range(20)])["tau"]
+    paired = interval(texts, prompts=[f"q{i // 2}" for i in range(20)])["tau"]
     assert paired == Number(3.0, 3.0, 3.0)
+
+
+def test_seconds_are_drawn_by_the_batch_that_they_were_measured_on():
+    texts = [[chain_round(4)], [chain_round(0)]] * 10  # a batch of both emits 6 tokens in 2 s, against 2
+    found = interval(texts, units=[i // 2 for i in range(20)])
+    assert found["eta"] == Number(3.0, 3.0, 3.0)
+    assert found["tau"].low < 2.5 and found["tau"].high > 3.5
 
 
 def test_undefined_numbers_are_none_and_one_unit_has_no_interval():

@@ -203,6 +203,11 @@ class Eagle3(nn.Module):
         """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
         return Eagle3Drafting(self, num_requests, capacity)
 
+    def weights_read(self) -> tuple[int, int]:
+        """Layer and head at each step; `fc` once a round, on what the verification committed."""
+        once = self.fc.weight.numel()
+        return sum(p.numel() for p in self.parameters()) - once, once
+
     def export_names(self, engine: str) -> dict[str, str]:
         """Our tensor names to those of vLLM and SGLang, which are the same."""
         return {name: name for name in self.state_dict()}

@@ -141,6 +141,12 @@ def test_a_target_that_skips_its_filter_emits_impossible_tokens(target, drafter)
     assert found["p_value"] == 0.0 and found["impossible"]
 
 
+def test_plain_decoding_is_held_to_the_largest_logit_of_an_independent_forward():
+    rows = [[1.0, 1.00005], [0.0, 2.0], [3.0, 3.0]]
+    found = certificate.not_argmax(Table(rows), "q", text(0, 0, 0))
+    assert [(d.place, d.expected, d.found, d.is_tie) for d in found] == [(0, 1, 0, True), (1, 1, 0, False)]
+
+
 def test_another_temperature_is_caught(target, drafter):
     texts = decoded(target, drafter, CHAIN, 400, temperature=1.5)
     names = [q.id for q in QUESTIONS]
@@ -156,6 +162,9 @@ def test_a_token_at_the_edge_of_a_filter_is_listed_and_not_failed():
     assert certificate.near_boundary(logits, 2, edge)
     assert not certificate.near_boundary(logits, 3, edge)
     assert not certificate.near_boundary(logits, 2, Sampling(temperature=1.0, top_p=0.79))
-    tied = torch.tensor([0.5, 0.2502, 0.2498, 0.0]).log()
-    assert certificate.near_boundary(tied, 2, Sampling(temperature=1.0, top_k=2))
+    for temperature in (0.5, 1.0):  # laws of ratio 0.9992 after the temperature
+        tied = torch.tensor([0.5, 0.2501, 0.2499, 0.0]).log() * temperature
+        assert certificate.near_boundary(tied, 2, Sampling(temperature=temperature, top_k=2))
+    few = torch.tensor([0.9988, 0.0004, 0.0002, 0.0006]).log()  # near in mass, half as likely
+    assert not certificate.near_boundary(few, 2, Sampling(temperature=1.0, top_k=3))
     assert not certificate.near_boundary(logits, 2, Sampling(temperature=1.0, top_k=2))

@@ -120,3 +120,28 @@ def test_greedy_acceptance_has_no_freedom_and_no_excuse():
     wrong = Round(2, 2, accepted=1, emitted=2, alphas=(0.0, 0.0), bonus_cut=False)
     assert acceptance([Generation((1,), (2,), "length", (right,))]) == Outcome(0.0, 1.0)
     assert acceptance([Generation((1,), (2,), "length", (wrong,))]).p_value == 0.0
+
+
+def block_rounds(p: np.ndarray, q: np.ndarray, length: int, n: int, *, weighted: bool) -> list[Generation]:
+    """Rounds of block verification (Sun et al. 2024, algorithm 2), p and q the same at every slot."""
+    rng = np.random.default_rng(0)
+    rounds = []
+    for _ in range(n):
+        w, weights, kept = 1.0, [1.0], 0
+        for slot, x in enumerate(rng.choice(len(q), size=length, p=q), 1):
+            w = min(1.0, w * p[x] / q[x])
+            weights.append(w)
+            more = np.maximum(w * p - q, 0).sum()
+            chance = w if slot == length else more / (more + 1 - w) if w < 1 else 1.0
+            kept = slot if rng.random() < chance else kept
+        seen = weights[: min(kept + 1, length)]
+        alphas = tuple(float(np.minimum(p, q / (w if weighted else 1.0)).sum()) for w in seen)
+        rounds.append(Round(length, length, kept, kept + 1, alphas, bonus_cut=False))
+    return [Generation((1,), (2,), "length", tuple(rounds))]
+
+
+def test_block_verification_is_expected_to_accept_by_its_running_weight():
+    """Slot k is accepted, given the tokens before it, with probability sum min(p, q / w), w their weight."""
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.5, 0.2])
+    assert acceptance(block_rounds(p, q, 3, 6000, weighted=True)).p_value > 0.01
+    assert acceptance(block_rounds(p, q, 3, 6000, weighted=False)).p_value < 1e-4

@@ -16,7 +16,7 @@ from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.certificate import CertificateFailed
 from spectrain.eval.records import read_texts
-from spectrain.eval.report import build_report, scalars, write_report
+from spectrain.eval.report import SPEED_UPS, build_report, scalars, write_report
 from spectrain.eval.report_table import table
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -372,11 +372,13 @@ def test_a_failed_certificate_withholds_eta_after_the_report_is_written(
     ):
         run_evaluation(config, target, drafter, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["lossless"] is False
-    assert report["eta"]["value"] is None and "greedy text differs" in report["eta"]["withheld"]
-    assert report["tau"]["value"] > 1
-    assert "withheld" in (tmp_path / "report.html").read_text()
-    assert "NOT LOSSLESS" in table(report)
+    assert report["lossless"] is False and report["tau"]["value"] > 1
+    for part in (report, *report["runs"], *report["categories"].values()):
+        for name in SPEED_UPS:
+            assert part[name]["value"] is None and "greedy text differs" in part[name]["withheld"]
+    assert {scalars(report)[f"eval/chain/{name}"] for name in SPEED_UPS} == {"withheld"}
+    assert "withheld" in (tmp_path / "report.html").read_text() and "NOT LOSSLESS" in table(report)
+    assert "every speed-up is withheld" in table(report) and "tok/s" not in table(report)
     with pytest.raises(CertificateFailed):
         write_report(tmp_path)
 

@@ -1,13 +1,18 @@
-"""What an evaluation's settings say of its runs: how many prompts each asks, and the threads of both arms."""
+"""What an evaluation's settings say of its runs: prompts of each, threads of both arms, the GPU
+of the limit."""
 
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, WandbConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.records import read_texts
+from spectrain.eval.report import build_report
+from spectrain.eval.report_html import page
+from spectrain.eval.report_table import table
 
 
 def evaluate(folder, target, drafter, runs, **settings):
@@ -53,3 +58,23 @@ def test_both_arms_decode_with_the_threads_asked_for_and_the_process_keeps_its_o
     monkeypatch.setattr(evaluation, "decode_in_turns", watched)
     evaluate(tmp_path, target, drafter, [run_of("all")], threads=own + 1)
     assert (seen, torch.get_num_threads()) == ([own + 1], own)
+
+
+def test_the_limit_is_a_model_of_a_named_gpu_and_changing_it_decodes_nothing_again(
+    tmp_path, target, drafter, monkeypatch
+):
+    runs = [run_of("x")]
+    evaluate(tmp_path, target, drafter, runs)
+    report = build_report(tmp_path)
+    limit, tau = report["eta_limit"], report["tau"]
+    cost = tau["value"] / limit["value"]
+    assert cost > 1 and limit["low"] * cost == pytest.approx(tau["low"], rel=1e-9)
+    assert report["limit_share"]["value"] == pytest.approx(report["eta"]["value"] / limit["value"], rel=1e-9)
+    assert "on h200, eta/eta_limit" in table(report) and "not a measurement" in table(report)
+    assert "model of the bandwidth and arithmetic of h200, not a measurement" in page(report, [])
+    monkeypatch.setattr(evaluation, "decode_in_turns", None)  # a call would raise TypeError
+    monkeypatch.setattr(evaluation, "certify", None)
+    evaluate(tmp_path, target, drafter, runs, limit_gpu="none")
+    again = build_report(tmp_path)
+    assert again["eta_limit"] == again["limit_share"] == {"value": None, "low": None, "high": None}
+    assert "eta_limit" not in table(again) and "not a measurement" not in page(again, [])
