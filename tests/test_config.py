@@ -48,7 +48,11 @@ def test_one_entry_of_a_list_can_be_changed():
 def test_a_recipe_may_be_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrain: {passes: 3}\n")
     config = compose([f"recipe={tmp_path}/mine.yaml"])
-    assert (config.recipe, config.train.passes, [run.name for run in config.eval.runs][:1]) == ("mine", 3.0, ["chain5_t0"])
+    assert (config.recipe, config.train.passes, [run.name for run in config.eval.runs][:1]) == (
+        "mine",
+        3.0,
+        ["chain5_t0"],
+    )
 
 
 def test_a_recipe_that_is_not_yaml_is_named(tmp_path):
