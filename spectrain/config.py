@@ -63,8 +63,8 @@ class TargetConfig:
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     path: str = "quickstart"
-    """JSONL file of conversations, or "quickstart": the corpus that the package carries; empty where a recipe
-    leaves it to the user. Only the prepare stage needs it."""
+    """JSONL file of conversations, or one that the package carries (quickstart, smollm2_long); empty where a
+    recipe leaves it to the user. Only the prepare stage needs it."""
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut at the end."""
     min_supervised: int = 2
