@@ -14,7 +14,7 @@ from spectrain.config import DecodeRunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
-from spectrain.proposal import Drafter, Plan
+from spectrain.proposal import Budget, Drafter, Plan
 from spectrain.target import Target
 
 UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -35,7 +35,10 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class EngineArm:
-    """The engine with one run's settings; plain decoding where `drafter` is None."""
+    """The engine with one run's settings; plain decoding where `drafter` is None.
+
+    An adaptive run has its costs filled in.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -59,7 +62,14 @@ class EngineArm:
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
     ) -> tuple[list[Generation], list[Timing]]:
         run = self.run
-        plan = Plan(shape=run.proposal, length=run.length, nodes=run.nodes, top_k=run.top_k)
+        plan = Plan(
+            shape=run.proposal,
+            length=run.length,
+            nodes=run.nodes,
+            top_k=run.top_k,
+            paths=tuple(map(tuple, run.paths)),
+            budget=Budget(*run.costs) if run.adaptive else None,
+        )
         return generate(
             self.target,
             prompts,

@@ -6,6 +6,8 @@ Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overr
 from dataclasses import dataclass, field
 from typing import Any
 
+from spectrain.trees import check_paths
+
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate",)
 
@@ -174,13 +176,20 @@ class DecodeRunConfig:
 
     name: str
     proposal: str = "chain"
-    """chain or tree."""
+    """chain, tree (grown where the drafter is surest), or static (the tree of `paths`)."""
     length: int = 5
-    """Draft tokens of a chain; depth of a tree."""
+    """Draft tokens of a chain; depth of a tree; of a static one its paths say."""
     nodes: int = 24
-    """Draft tokens of a tree."""
+    """Draft tokens of a tree; of a static one its paths say."""
     top_k: int = 8
     """Children per expanded node of a tree."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Nodes of a static tree, each the ranks from the root to it: [[0], [1], [0, 0]] (spectrain/trees.py)."""
+    adaptive: bool = False
+    """Draft less where the drafter's confidence says that more does not pay."""
+    costs: list[float] = field(default_factory=list)
+    """Prices for `adaptive` in plain steps: [a round that drafts nothing, a draft step, a token to verify];
+    empty: measured when the evaluation starts."""
     law: str = "rejection"
     """rejection (chain) or target_only (any tree); at temperature 0 both are the greedy limit."""
     temperature: float = 0.0
@@ -196,7 +205,7 @@ class DecodeRunConfig:
     def __post_init__(self):
         key = f"eval.runs.{self.name}"
         at_least(f"{key}.prompts", self.prompts, 0)
-        choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
+        choose(f"{key}.proposal", self.proposal, ("chain", "tree", "static"))
         choose(f"{key}.law", self.law, ("rejection", "target_only"))
         choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
         at_least(f"{key}.length", self.length, 1)
@@ -212,8 +221,32 @@ class DecodeRunConfig:
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
-        if self.proposal == "tree" and self.law == "rejection":
+        if self.proposal != "chain" and self.law == "rejection":
             raise ValueError(f"{key}.law=rejection: a tree needs law target_only")
+        self._derive_static(key)
+        self._check_costs(key)
+
+    def _derive_static(self, key: str) -> None:
+        """Length and nodes of a static tree from its paths, which no other proposal has."""
+        if self.proposal != "static":
+            if self.paths:
+                raise ValueError(f"{key}.paths: no effect with proposal={self.proposal}; expected []")
+            return
+        paths = check_paths(f"{key}.paths", self.paths)
+        for name, derived in (("length", len(paths[-1])), ("nodes", len(paths))):
+            if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, derived):
+                raise ValueError(f"{key}.{name}={getattr(self, name)}: the paths say {derived}; leave it out")
+            object.__setattr__(self, name, derived)
+
+    def _check_costs(self, key: str) -> None:
+        if self.costs and not self.adaptive:
+            raise ValueError(f"{key}.costs={self.costs}: no effect without adaptive; expected []")
+        good = len(self.costs) in (0, 3) and all(0 <= c < float("inf") for c in self.costs)
+        if not good or self.costs[:1] == [0.0]:
+            raise ValueError(
+                f"{key}.costs={self.costs}: expected [], or [root, step, node] with root above 0 and no "
+                "other below 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from spectrain.cache import KVCache
-from spectrain.config import at_least, choose
+from spectrain.config import above_zero, at_least, choose
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import LAWS, check_proposal, verify
 from spectrain.kernels.likeliest import CACHED
-from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
+from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
@@ -73,13 +73,17 @@ def generate(
 
 def check_plan(plan: Plan, law: str) -> None:
     """Raise ValueError for a plan that is malformed or does not go with `law`."""
-    choose("plan.shape", plan.shape, ("chain", "tree"))
+    choose("plan.shape", plan.shape, ("chain", "tree", "static"))
     at_least("plan.length", plan.length, 1)
+    if plan.budget is not None:
+        above_zero("plan.budget.root", plan.budget.root)
+        at_least("plan.budget.step", plan.budget.step, 0)
+        at_least("plan.budget.node", plan.budget.node, 0)
     if plan.shape == "tree":
         at_least("plan.nodes", plan.nodes, 1)
         at_least("plan.top_k", plan.top_k, 1)
-        if law == "rejection":
-            raise ValueError("law=rejection with plan.shape=tree: a tree needs law=target_only")
+    if plan.shape != "chain" and law == "rejection":
+        raise ValueError(f"law=rejection with plan.shape={plan.shape}: a tree needs law=target_only")
 
 
 def context_length(target: Target) -> int:
@@ -126,7 +130,7 @@ def clamp(proposal: Proposal, depth: int) -> Proposal:
 
 @dataclass
 class _Request:
-    """One request; key: its random numbers', budget: tokens it may emit."""
+    """One request; key: its random numbers', budget: tokens it may emit; steps, nodes: drafted so far."""
 
     index: int
     key: int
@@ -135,6 +139,15 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     orders: list[torch.Tensor | None] = field(default_factory=list)
+    steps: int = 0
+    nodes: int = 0
+
+    def rate(self, price: Budget) -> float:
+        """Tokens per plain step that its rounds earn at `price`: its own, so that no other request of the
+        batch has a say in its text."""
+        return price.rate(
+            tokens=len(self.ids) - 1, rounds=len(self.rounds), steps=self.steps, nodes=self.nodes
+        )
 
     @property
     def room(self) -> int:
@@ -167,8 +180,8 @@ class _Engine:
         self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
     ) -> tuple[list[Generation], list[Timing]]:
         B = min(batch_size, len(waiting))
-        nodes = 0 if plan is None else max(plan.length, plan.nodes, plan.top_k * plan.length)
-        capacity = max(len(request.prompt) + request.budget for request in waiting) + nodes + 1
+        room = 0 if plan is None else plan.room
+        capacity = max(len(request.prompt) + request.budget for request in waiting) + room + 1
         self.cache = KVCache(B, capacity)
         self.streams = Streams(self.sampling, [0] * B)
         self.drafting = None if drafter is None else drafter.start(B, capacity)
@@ -238,6 +251,9 @@ class _Engine:
         if rooms:
             ranked = RANKED if self.record_orders else 0
             plan = replace(plan, length=min(plan.length, max(rooms.values())), ranked=ranked)
+            if plan.budget is not None:
+                rates = tuple(self.places[place].rate(plan.budget) for place in rooms)
+                plan = replace(plan, budget=replace(plan.budget, rates=rates))
             proposals = self.drafting.propose(list(rooms), plan, self.streams)
             for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
                 found[place] = clamp(proposal, room)
@@ -319,10 +335,13 @@ class _Engine:
         block = [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus]
         kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids))
         if self.drafting is not None and request.ids:
+            depth = max(depths(proposal.parents), default=0)
+            request.steps += max(0, depth - 1)
+            request.nodes += len(proposal.parents)
             request.rounds.append(
                 Round(
                     drafted=len(proposal.parents),
-                    depth=max(depths(proposal.parents), default=0),
+                    depth=depth,
                     accepted=len(verdict.path),
                     emitted=len(kept),
                     alphas=verdict.alphas,

@@ -1,28 +1,33 @@
-"""Grow a proposal token after token: a chain, or a dynamic tree (EAGLE-2, Li et al. 2024, section 4).
+"""Grow a proposal token after token: a chain, a dynamic tree (EAGLE-2, Li et al. 2024, section 4) or a static
+one (Medusa, Cai et al. 2024, section 2.3.3).
 
 For any drafter that gives logits at the root and can step from any node. A chain is drawn from the draft law
-q, or chosen by arg-max where sampling is greedy. A tree is always chosen, never drawn: at each level the
-`top_k` likeliest candidates are expanded with `top_k` children each, then the `nodes` likeliest of all
-candidates are kept. The likelihood of a node is the sum of log q at temperature 1 along its path, in float32;
-ties go to the shallower node, then to the lower id, so that a kept node's parent is always kept. Knows no
-network and no verification.
+q, or chosen by arg-max where sampling is greedy. A tree is always chosen, never drawn. Dynamic: at each level
+the `top_k` likeliest candidates are expanded with `top_k` children each, then the `nodes` likeliest of all
+candidates are kept. Static: the nodes are the plan's rank paths. The likelihood of a node is the sum of log q
+at temperature 1 along its path, in float32; ties go to the shallower node, then to the lower id, so that a
+kept node's parent is always kept. With a budget a level is grown and a node kept only where it pays
+(`proposal.Budget`). Knows no network and no verification.
+
+EAGLE-2's published settings count otherwise: its total_token holds the root (60 is `nodes` 59), its depth is
+the levels below the first (5 is `length` 6).
 
 Root with log q(a) = -0.1, log q(b) = -3; a's children c -0.2, d -2. With top_k 2, length 2, nodes 3 the tree
 is a, d, c less b: the sums are a -0.1, c -0.3, d -2.1, b -3.
 
 Legend: R requests, M nodes of one step, W ids that the drafter knows, V target vocabulary, F expanded nodes
-of a level.
+of a level, C candidates.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from spectrain.kernels.likeliest import in_cache, likeliest
-from spectrain.proposal import Plan, Proposal, Sampler
+from spectrain.proposal import Budget, Plan, Proposal, Sampler
 
 
 class Stepper(Protocol):
@@ -49,46 +54,104 @@ class Stepper(Protocol):
 
 
 def grow(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
-    """One proposal per request by `plan`; the network runs plan.length - 1 steps."""
+    """One proposal per request by `plan`; the network runs at most plan.length - 1 steps."""
     return (_chains if plan.shape == "chain" else _trees)(stepper, requests, plan, sampler)
 
 
+@dataclass
+class _Chain:
+    """The chain of one request; row: index among the requests, survival: product of its confidences."""
+
+    row: int
+    survival: float = 1.0
+    tokens: list[int] = field(default_factory=list)
+    laws: list[torch.Tensor] = field(default_factory=list)
+    ranked: list[np.ndarray] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        if self.ranked and len(self.ranked) == len(self.tokens):
+            self.ranked.append(np.full_like(self.ranked[0], -1))
+        return Proposal(
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            parents=tuple(range(-1, len(self.tokens) - 1)),
+            q=self.laws or None,
+            ranked=torch.from_numpy(np.stack(self.ranked)) if self.ranked else None,
+        )
+
+
 def _chains(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
-    R = len(requests)
-    roots = [] if sampler.greedy else stepper.root_positions(requests)
+    chains = [_Chain(row) for row in range(len(requests))]
+    live, budget = chains, plan.budget
     logits = stepper.root_logits(requests)
-    tokens: list[list[int]] = []  # one list per slot
-    laws: list[list[torch.Tensor]] = [[] for _ in requests]
-    ranked = []
     for slot in range(plan.length):
         if slot:
-            newest = torch.tensor(tokens[-1], device=logits.device)
-            logits = stepper.step(requests, [slot - 2] * R, newest)
+            if budget is not None:
+                live = [chain for chain in live if budget.steps_on(chain.row, [chain.survival], slot)]
+            if not live:
+                break
+            newest = torch.tensor([chain.tokens[-1] for chain in live], device=logits.device)
+            logits = stepper.step([requests[chain.row] for chain in live], [slot - 2] * len(live), newest)
         if plan.ranked:
-            ranked.append(_likeliest(stepper, logits, plan.ranked)[0])
-        if sampler.greedy:
-            tokens.append(stepper.kept_ids[sampler.best(logits)].tolist())
+            for chain, ids in zip(live, _likeliest(stepper, logits, plan.ranked)[0], strict=True):
+                chain.ranked.append(ids)
+        live = _extend(live, logits, stepper, requests, plan, sampler)
+    return [chain.proposal() for chain in chains]
+
+
+def _extend(
+    live: list[_Chain],
+    logits_MW: torch.Tensor,
+    stepper: Stepper,
+    requests: Sequence[int],
+    plan: Plan,
+    sampler: Sampler,
+) -> list[_Chain]:
+    """Give the live chains their next token, where it pays; returns those that got one.
+
+    Whether it pays is decided before the token is drawn, by the largest entry of its law.
+    """
+    slot = len(live[0].tokens)
+    if sampler.greedy:
+        if plan.budget is not None:
+            confidences = _likeliest(stepper, logits_MW, 1)[1][:, 0]
+            live, logits_MW = _paying(plan.budget, live, np.exp(confidences).tolist(), logits_MW)
+        if live:
+            for chain, token in zip(live, stepper.kept_ids[sampler.best(logits_MW)].tolist(), strict=True):
+                chain.tokens.append(token)
+        return live
+    roots = stepper.root_positions([requests[chain.row] for chain in live])
+    position = {chain.row: root for chain, root in zip(live, roots, strict=True)}
+    extended: list[_Chain] = []
+    first = 0
+    for part in in_cache(logits_MW):
+        some = live[first : first + len(part)]
+        first += len(part)
+        law = sampler.draft_law(_scattered(stepper, part))
+        if plan.budget is not None:
+            some, law = _paying(plan.budget, some, law.amax(-1).tolist(), law)
+        if not some:
             continue
-        tokens.append([])
-        for part in in_cache(logits):
-            some = slice(len(tokens[-1]), len(tokens[-1]) + len(part))
-            law = sampler.draft_law(_scattered(stepper, part))
-            keys = {"requests": requests[some], "root_positions": roots[some], "slots": [slot] * len(part)}
-            tokens[-1] += sampler.draw(law, **keys)
-            for request, row in zip(laws[some], law, strict=True):
-                request.append(row)
-    if plan.ranked:
-        ranked.append(np.full_like(ranked[0], -1))
-    parents = tuple(range(-1, plan.length - 1))
-    return [
-        Proposal(
-            tokens=torch.tensor([column[r] for column in tokens]),
-            parents=parents,
-            q=laws[r] or None,
-            ranked=torch.from_numpy(np.stack([rows[r] for rows in ranked])) if plan.ranked else None,
+        drawn = sampler.draw(
+            law,
+            requests=[requests[chain.row] for chain in some],
+            root_positions=[position[chain.row] for chain in some],
+            slots=[slot] * len(some),
         )
-        for r in range(R)
-    ]
+        for chain, token, row in zip(some, drawn, law, strict=True):
+            chain.tokens.append(token)
+            chain.laws.append(row)
+        extended += some
+    return extended
+
+
+def _paying(
+    budget: Budget, live: list[_Chain], confidences: list[float], rows: torch.Tensor
+) -> tuple[list[_Chain], torch.Tensor]:
+    """The chains whose next token pays, with their survival updated, and their rows."""
+    for chain, confidence in zip(live, confidences, strict=True):
+        chain.survival *= confidence
+    kept = [i for i, chain in enumerate(live) if budget.keeps(chain.row, chain.survival)]
+    return [live[i] for i in kept], rows if len(kept) == len(live) else rows[kept]
 
 
 @dataclass
@@ -117,36 +180,105 @@ class _Pool:
         keys = (self.token[:, begin:], self.depth[:, begin:], -self.score[:, begin:])
         return begin + np.lexsort(keys, axis=-1)[:, :count]
 
+    def select(self, rows: list[int]) -> "_Pool":
+        """The trees `rows` only."""
+        return _Pool(**{name: values[rows] for name, values in vars(self).items()})
+
+
+class _Shape:
+    """Which candidates a plan expands, which of their ranks become children, and which it keeps.
+
+    level(..): expanded [R, F], numbers in the pool, and for each child of the next level the index of its
+    parent among the F and its rank there, in the pool's order.
+    """
+
+    def __init__(self, plan: Plan, num_ids: int):
+        self.plan = plan
+        self.static = plan.shape == "static"
+        self.paths = [path for path in plan.paths if len(path) <= plan.length]
+        widest = max((path[-1] for path in self.paths), default=0)
+        if widest >= num_ids:
+            raise ValueError(f"plan.paths: rank {widest}: the drafter knows {num_ids} ids, expected less")
+        self.ranks = widest + 1 if self.static else min(plan.top_k, num_ids)
+
+    def level(self, depth: int, pool: _Pool, begin: int) -> tuple[np.ndarray, list[int], list[int]]:
+        if not self.static:
+            K = self.ranks
+            expanded = pool.best(begin, K)
+            F = expanded.shape[1]
+            return expanded, [f for f in range(F) for _ in range(K)], list(range(K)) * F
+        children = [path for path in self.paths if len(path) == depth]
+        inner = sorted({path[:-1] for path in children})
+        number = {path: i for i, path in enumerate(self.paths)}
+        expanded = np.array([[number[path] for path in inner]] * len(pool.token))
+        return expanded, [inner.index(path[:-1]) for path in children], [path[-1] for path in children]
+
+    def kept(self, pool: _Pool, r: int, row: int) -> np.ndarray:
+        """Numbers of the candidates of tree r of the pool that are drafted, ascending; row: its request's
+        index."""
+        chosen = pool.select([r]).best(0, pool.token.shape[1] if self.static else self.plan.nodes)[0]
+        if (budget := self.plan.budget) is not None:
+            survivals = np.exp(pool.score[r, chosen]).tolist()
+            # Survivals fall along the order, so what pays is its head and connected.
+            chosen = chosen[: sum(budget.keeps(row, s) for s in survivals)]
+        return np.sort(chosen)
+
 
 def _trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
-    R, K = len(requests), min(plan.top_k, len(stepper.kept_ids))
-    none = np.empty((R, 0), np.int64)
+    shape, budget = _Shape(plan, len(stepper.kept_ids)), plan.budget
+    proposals: dict[int, Proposal] = {}
+    live = list(
+        range(len(requests))
+    )  # indices of the requests whose trees still grow; pool and ranked follow
+    none = np.empty((len(live), 0), np.int64)
     pool = _Pool(none, none.astype(np.float32), none, none, none)
-    logits = stepper.root_logits(requests)
-    ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
-    ranked = [ids[:, None]]
-    pool.extend(ids[:, :K], logq[:, :K], np.full((R, K), -1), 1)
-    begin, arrivals = 0, 0
-    for depth in range(2, plan.length + 1):
-        expanded = pool.best(begin, K)
-        F = expanded.shape[1]
-        parents = np.take_along_axis(pool.parent, expanded, 1)
-        # A root's child has parent -1; index -1 then reads some arrival, which `where` drops.
-        parents = np.where(parents < 0, -1, np.take_along_axis(pool.arrival, parents, 1))
-        np.put_along_axis(pool.arrival, expanded, arrivals + np.arange(F)[None], 1)
-        arrivals += F
-        tokens = torch.from_numpy(np.take_along_axis(pool.token, expanded, 1).ravel())
-        flat = [request for request in requests for _ in range(F)]
-        logits = stepper.step(flat, parents.ravel().tolist(), tokens.to(logits.device))
-        ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
-        ranked.append(ids.reshape(R, F, -1))
-        scores = np.take_along_axis(pool.score, expanded, 1)[..., None] + logq.reshape(R, F, -1)[..., :K]
+    ids, logq = _likeliest(stepper, stepper.root_logits(requests), max(shape.ranks, plan.ranked))
+    ranked = ids[:, None]
+    ranks = [path[0] for path in shape.paths if len(path) == 1] if shape.static else list(range(shape.ranks))
+    pool.extend(ids[:, ranks], logq[:, ranks], np.full((len(live), len(ranks)), -1), 1)
+    begin, depth = 0, 1
+
+    def finish(trees: Sequence[int]) -> None:
+        for r in trees:
+            rows = ranked[r, :, : plan.ranked] if plan.ranked else None
+            proposals[live[r]] = _proposal(pool, r, shape.kept(pool, r, live[r]), rows)
+
+    while depth < plan.length:
+        depth += 1
+        expanded, of, ranks = shape.level(depth, pool, begin)
+        if not ranks:
+            break
+        if budget is not None:
+            survivals = np.exp(np.take_along_axis(pool.score, expanded, 1)).tolist()
+            go = [r for r, found in enumerate(survivals) if budget.steps_on(live[r], found, depth - 1)]
+            finish([r for r in range(len(live)) if r not in go])
+            pool, ranked, expanded, live = pool.select(go), ranked[go], expanded[go], [live[r] for r in go]
+            if not live:
+                break
+        ids, logq = _expand(
+            stepper, [requests[i] for i in live], pool, expanded, max(shape.ranks, plan.ranked)
+        )
+        ranked = np.concatenate((ranked, ids), 1)
+        scores = np.take_along_axis(pool.score, expanded, 1)[:, of] + logq[:, of, ranks]
         begin = pool.token.shape[1]
-        children, parents = ranked[-1][..., :K].reshape(R, -1), np.repeat(expanded, K, 1)
-        pool.extend(children, scores.reshape(R, -1), parents, depth)
-    kept = np.sort(pool.best(0, plan.nodes), 1)
-    rows = np.concatenate(ranked, 1)[..., : plan.ranked]
-    return [_proposal(pool, r, kept[r], rows[r] if plan.ranked else None) for r in range(R)]
+        pool.extend(ids[:, of, ranks], scores, expanded[:, of], depth)
+    finish(range(len(live)))
+    return [proposals[i] for i in range(len(requests))]
+
+
+def _expand(stepper: Stepper, requests: list[int], pool: _Pool, expanded: np.ndarray, count: int):
+    """Run the candidates `expanded` [R, F] of the pool; likeliest ids and log q [R, F, count] below them."""
+    R, F = expanded.shape
+    parents = np.take_along_axis(pool.parent, expanded, 1)
+    # A root's child has parent -1; index -1 then reads some arrival, which `where` drops.
+    parents = np.where(parents < 0, -1, np.take_along_axis(pool.arrival, parents, 1))
+    arrivals = int(pool.arrival.max()) + 1
+    np.put_along_axis(pool.arrival, expanded, arrivals + np.arange(F)[None], 1)
+    tokens = torch.from_numpy(np.take_along_axis(pool.token, expanded, 1).ravel())
+    flat = [request for request in requests for _ in range(F)]
+    logits = stepper.step(flat, parents.ravel().tolist(), tokens.to(stepper.kept_ids.device))
+    ids, logq = _likeliest(stepper, logits, count)
+    return ids.reshape(R, F, -1), logq.reshape(R, F, -1)
 
 
 def _proposal(pool: _Pool, r: int, kept: np.ndarray, ranked: np.ndarray | None) -> Proposal:
