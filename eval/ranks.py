@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from spectrain.decode.generation import Generation
-from spectrain.metrics import after_cut
 
 
 @dataclass(frozen=True)
 class RankCounts:
-    """hits int64 [D, R]: places at depth d + 1 where the target's token had rank r; seen int64 [D]: all places
-    there at which the drafter was asked."""
+    """hits int64 [D, R]: places at depth d + 1 where the target's token had rank r; seen int64 [D]: all
+    places there at which the drafter was asked."""
 
     hits: np.ndarray
     seen: np.ndarray
@@ -62,7 +61,6 @@ def rounds_of(text: Generation) -> Iterator[tuple[Sequence[torch.Tensor | None],
     """
     begin = 1  # the prefill's token
     for record in text.rounds:
-        accepted, _ = after_cut(record)
-        end = begin + min(record.emitted, accepted + 1)
-        yield text.orders[begin:end], text.ids[begin:end]
+        places = slice(begin, begin + record.emitted)
+        yield text.orders[places], text.ids[places]
         begin += record.emitted

@@ -199,3 +199,32 @@ class TableObjective:
             "agree": zero,
         }
         return ObjectiveResult(cost.sum(), stats)
+
+
+class TableStepper:
+    """A drafter for `drafters.autoregressive.grow` whose logits are written down by path, the tokens from the
+    root's child on; unknown paths get the logits of (). calls: what it was asked to step."""
+
+    def __init__(self, table, *, kept_ids=None, vocab_size=None):
+        self.table = {path: torch.tensor(logits) for path, logits in table.items()}
+        width = len(next(iter(table.values())))
+        self.kept_ids = torch.arange(width) if kept_ids is None else torch.tensor(kept_ids)
+        self.vocab_size = vocab_size or width
+        self.nodes, self.calls = {}, []
+
+    def root_positions(self, requests):
+        return [10 + request for request in requests]
+
+    def root_logits(self, requests):
+        self.nodes = {request: [] for request in requests}
+        return torch.stack([self.table[()]] * len(requests))
+
+    def step(self, requests, parents, tokens):
+        assert len(requests) == len(parents) == len(tokens)
+        self.calls.append((list(requests), list(parents), tokens.tolist()))
+        rows = []
+        for request, parent, token in zip(requests, parents, tokens.tolist(), strict=True):
+            before = () if parent < 0 else self.nodes[request][parent]
+            self.nodes[request].append((*before, token))
+            rows.append(self.table.get((*before, token), self.table[()]))
+        return torch.stack(rows)
