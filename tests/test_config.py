@@ -155,6 +155,41 @@ def test_a_tree_with_the_rejection_law_is_refused():
         DecodeRunConfig(name="t", proposal="tree")
 
 
+def test_a_static_tree_says_its_own_length_and_nodes():
+    run = DecodeRunConfig(name="s", proposal="static", law="target_only", paths=[[0], [1], [0, 0]])
+    assert (run.length, run.nodes) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"paths": [[0]]}, "^eval.runs.a.paths: no effect with proposal=chain"),
+        ({"proposal": "static", "law": "target_only"}, r"^eval.runs.a.paths=\[\]: expected at least one"),
+        ({"proposal": "static", "paths": [[0]]}, "^eval.runs.a.law=rejection: a tree needs law target_only"),
+        (
+            {"proposal": "static", "law": "target_only", "paths": [[0], [1, 1]]},
+            r"^eval.runs.a.paths: path \[1, 1\] needs its parent \[1\] in the tree",
+        ),
+        (
+            {"proposal": "static", "law": "target_only", "paths": [[0]], "length": 3},
+            "^eval.runs.a.length=3: the paths say 1; leave it out",
+        ),
+        ({"costs": [1.0, 0.1, 0.1]}, "^eval.runs.a.costs=.*: no effect without adaptive"),
+        ({"adaptive": True, "costs": [1.0, 0.1]}, r"^eval.runs.a.costs=\[1.0, 0.1\]: expected \[\], or "),
+        ({"adaptive": True, "costs": [0.0, 0.1, 0.1]}, "^eval.runs.a.costs=.*root above 0"),
+    ],
+)
+def test_settings_of_trees_and_budgets_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeRunConfig(name="a", **settings)
+
+
+def test_paths_and_costs_come_from_the_command_line():
+    words = "eval.runs=[{name: a, proposal: static, law: target_only, paths: [[0],[0,1]], adaptive: true}]"
+    (run,) = quickstart(words).eval.runs
+    assert (run.paths, run.adaptive, run.costs, run.length) == ([[0], [0, 1]], True, [], 2)
+
+
 def test_whole_numbers_serve_as_floats_but_truth_values_do_not():
     assert convert(float, 3, "x") == 3.0
     with pytest.raises(ValueError, match="^x=True: expected float$"):
