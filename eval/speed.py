@@ -58,11 +58,13 @@ class EngineArm:
             draft_temperature=self.run.draft_temperature,
         )
 
-    def decode(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
-    ) -> tuple[list[Generation], list[Timing]]:
+    @property
+    def plan(self) -> Plan | None:
+        """What each round drafts; None for plain decoding."""
         run = self.run
-        plan = Plan(
+        if self.drafter is None:
+            return None
+        return Plan(
             shape=run.proposal,
             length=run.length,
             nodes=run.nodes,
@@ -70,6 +72,10 @@ class EngineArm:
             paths=tuple(map(tuple, run.paths)),
             budget=Budget(*run.costs) if run.adaptive else None,
         )
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
+    ) -> tuple[list[Generation], list[Timing]]:
         return generate(
             self.target,
             prompts,
@@ -78,8 +84,8 @@ class EngineArm:
             stop_ids=self.target.stop_ids(),
             batch_size=self.batch,
             drafter=self.drafter,
-            plan=None if self.drafter is None else plan,
-            law=run.law,
+            plan=self.plan,
+            law=self.run.law,
             request_keys=keys,
             record_orders=self.record_orders,
         )
