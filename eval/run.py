@@ -108,12 +108,17 @@ def _priced(
         if run.adaptive and not run.costs and run.dtype == dtype:
             asked = _questions(config, target, prompts)[: run.batch]
             limits = (COST_TOKENS, run.batch, config.eval.seed)
-            arms = EngineArm(target, None, run, *limits), EngineArm(target, drafter, run, *limits)
+            plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafter))
 
-            def measure(arms=arms, asked=asked) -> dict[str, Any]:
-                return {"costs": measure_costs(*arms, [q.ids for q in asked], [q.key for q in asked])}
+            def measure(plain=plain, fast=fast, asked=asked) -> dict[str, Any]:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(config.eval.threads or threads)  # as the run decodes
+                costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
+                torch.set_num_threads(threads)
+                return {"costs": costs}
 
             settings = {"run": asdict(run), "questions": _print(asked), "limits": limits, **identity}
+            settings["threads"] = config.eval.threads
             reuse_or_run(folder / run.name, settings, measure)
             run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])
             log.info("eval: run %s drafts at costs %s", run.name, ", ".join(f"{c:.3f}" for c in run.costs))

@@ -64,13 +64,17 @@ class EngineArm:
         run = self.run
         if self.drafter is None:
             return None
+        budget = None
+        if run.adaptive:
+            root, step, node = run.costs
+            budget = Budget(root, step, node)
         return Plan(
             shape=run.proposal,
             length=run.length,
             nodes=run.nodes,
             top_k=run.top_k,
             paths=tuple(map(tuple, run.paths)),
-            budget=Budget(*run.costs) if run.adaptive else None,
+            budget=budget,
         )
 
     def decode(

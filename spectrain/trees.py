@@ -77,7 +77,9 @@ def best_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     if nodes < 1:
         raise ValueError(f"nodes={nodes}: expected at least 1")
     # (-product, depth, path); a popped node's children join, so the heap always holds the best outside.
-    rim = [(-a, 1, (rank,)) for rank, a in enumerate(accuracies[0])] if accuracies else []
+    rim: list[tuple[float, int, tuple[int, ...]]] = []
+    for rank, a in enumerate(accuracies[0] if accuracies else ()):
+        rim.append((-a, 1, (rank,)))
     heapq.heapify(rim)
     found: list[tuple[int, ...]] = []
     while len(found) < nodes:
