@@ -98,7 +98,10 @@ def certify(
     sampled_runs = [run for run in config.runs if run.temperature > 0 and not run.lossy]
     greedy = sampling = None
     if greedy_runs:
-        plans = {(r.proposal, r.length, r.nodes, r.top_k, r.law): r for r in reversed(greedy_runs)}
+        plans = {
+            (r.proposal, r.length, r.nodes, r.top_k, r.law, str((r.paths, r.costs))): r
+            for r in reversed(greedy_runs)
+        }
         greedy = greedy_certificate(target, drafter, questions, config, list(plans.values())[::-1])
         greedy["runs"] = [compare_run(target, run, texts[run.name]) for run in greedy_runs]
         greedy["pass"] = greedy["pass"] and not any(run["differences"] for run in greedy["runs"])

@@ -60,7 +60,9 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         )
     manifest = read_json(evaluation / MANIFEST)
     names = ("recipe", "note", "target", "drafter")
-    if missing := [key for key in (*names, "shapes") if key not in manifest]:
+    missing = [key for key in (*names, "shapes") if key not in manifest]
+    missing += [] if missing or "costs" in manifest["eval"]["runs"][0] else ["costs"]
+    if missing:
         raise ValueError(
             f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
             "run the eval stage (stages=[eval])"
@@ -137,7 +139,8 @@ def _run(
     return {
         **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
         "length": run["length"],
-        "nodes": run["nodes"] if run["proposal"] == "tree" else run["length"],
+        "nodes": run["length"] if run["proposal"] == "chain" else run["nodes"],
+        **{key: run[key] for key in ("paths", "adaptive", "costs")},
         **_numbers(texts, run, manifest, reason),
         "categories": {
             name: _numbers(found, run, manifest, reason) for name, found in sorted(categories.items())

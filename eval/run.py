@@ -2,6 +2,7 @@
 made.
 
     R/eval/runs/NAME/texts.jsonl    one line per text (eval/records.py), manifest.json beside it
+    R/eval/costs/NAME/              manifest.json with the measured costs of an adaptive run
     R/eval/certificate/             certificate.json, manifest.json
     R/eval/manifest.json            the settings, written last
 
@@ -16,7 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
+from spectrain.eval.costs import measure_costs
 from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
@@ -38,6 +40,8 @@ from spectrain.target import Target
 
 FORM = 2
 """Raise when decoding or the certificate changes what it gives: older results are then not reused."""
+COST_TOKENS = 32
+"""Tokens per prompt that measure the costs of an adaptive run."""
 TURNS = 64
 """Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""
 
@@ -65,6 +69,7 @@ def evaluate(
         target = load_target(dtype)
         drafter = load_drafter(target).to(target.dtype)  # as it is served
         identity = _identity(config, target, drafter)
+        config = _priced(config, dtype, target, drafter, prompts, identity, folder / "costs")
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
             asked = prompts[: runs[0].prompts or None]
             texts |= _decode_runs(config, runs, target, drafter, asked, identity, folder / "runs")
@@ -91,12 +96,49 @@ def evaluate(
         write_report(folder.parent)
 
 
+def _priced(
+    config: RunConfig,
+    dtype: str,
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[Prompt],
+    identity: Mapping[str, Any],
+    folder: Path,
+) -> RunConfig:
+    """The settings with the costs of the adaptive runs of `dtype` filled in: as given, read back or measured.
+
+    They are kept, so that an evaluation that goes on, and its certificate, draft as the first part did.
+    """
+    runs = []
+    for run in config.eval.runs:
+        if run.adaptive and not run.costs and run.dtype == dtype:
+            asked = _questions(config, target, prompts)[: run.batch]
+            limits = (COST_TOKENS, run.batch, config.eval.seed)
+            plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafter))
+
+            def measure(plain=plain, fast=fast, asked=asked) -> dict[str, Any]:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(config.eval.threads or threads)  # as the run decodes
+                costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
+                torch.set_num_threads(threads)
+                return {"costs": costs}
+
+            settings = {"run": asdict(run), "questions": _print(asked), "limits": limits, **identity}
+            settings["threads"] = config.eval.threads
+            reuse_or_run(folder / run.name, settings, measure)
+            run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])
+            log.info("eval: run %s drafts at costs %s", run.name, ", ".join(f"{c:.3f}" for c in run.costs))
+        runs.append(run)
+    return replace(config, eval=replace(config.eval, runs=runs))
+
+
 def decode_held_out(config: RunConfig, target: Target, drafter: Any) -> dict[str, float]:
     """tau, alpha and alpha_k of the headline run's first train.eval_prompts prompts: what training asks for.
 
-    Really decoded, in one batch and in the dtype of `target`; nothing is timed or written.
+    Really decoded, in one batch and in the dtype of `target`; nothing is timed or written, so an adaptive run
+    drafts its full plan here.
     """
-    run = config.eval.runs[0]
+    run = replace(config.eval.runs[0], adaptive=False, costs=[])
     prompts = load_prompts(config.eval.prompts, limit=config.train.eval_prompts)
     arm = EngineArm(target, drafter, run, config.eval.max_new_tokens, len(prompts), config.eval.seed)
     questions = _questions(config, target, prompts)

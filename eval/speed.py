@@ -14,7 +14,7 @@ from spectrain.config import DecodeRunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
-from spectrain.proposal import Drafter, Plan
+from spectrain.proposal import Budget, Drafter, Plan
 from spectrain.target import Target
 
 UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -35,7 +35,10 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class EngineArm:
-    """The engine with one run's settings; plain decoding where `drafter` is None."""
+    """The engine with one run's settings; plain decoding where `drafter` is None.
+
+    An adaptive run has its costs filled in.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -55,12 +58,29 @@ class EngineArm:
             draft_temperature=self.run.draft_temperature,
         )
 
+    @property
+    def plan(self) -> Plan | None:
+        """What each round drafts; None for plain decoding."""
+        run = self.run
+        if self.drafter is None:
+            return None
+        budget = None
+        if run.adaptive:
+            root, step, node = run.costs
+            budget = Budget(root, step, node)
+        return Plan(
+            shape=run.proposal,
+            length=run.length,
+            nodes=run.nodes,
+            top_k=run.top_k,
+            sampled=run.law == "recursive",
+            paths=tuple(map(tuple, run.paths)),
+            budget=budget,
+        )
+
     def decode(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
     ) -> tuple[list[Generation], list[Timing]]:
-        run = self.run
-        sampled = run.law == "recursive"
-        plan = Plan(run.proposal, run.length, nodes=run.nodes, top_k=run.top_k, sampled=sampled)
         return generate(
             self.target,
             prompts,
@@ -69,9 +89,9 @@ class EngineArm:
             stop_ids=self.target.stop_ids(),
             batch_size=self.batch,
             drafter=self.drafter,
-            plan=None if self.drafter is None else plan,
-            law=run.law,
-            leniency=run.leniency,
+            plan=self.plan,
+            law=self.run.law,
+            leniency=self.run.leniency,
             request_keys=keys,
             record_orders=self.record_orders,
         )

@@ -6,6 +6,8 @@ Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overr
 from dataclasses import dataclass, field
 from typing import Any
 
+from spectrain.trees import check_paths
+
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate",)
 CHAIN_LAWS = ("rejection", "block")
@@ -40,11 +42,13 @@ def above_zero(key: str, value: float, high: float = float("inf")) -> None:
 
 
 def check_law(key: str, law: str, shape: str) -> None:
-    """Raise ValueError naming `key` unless `law` verifies proposals of `shape` ("chain" or "tree")."""
-    if shape == "tree" and law in CHAIN_LAWS:
+    """Raise ValueError naming `key` unless `law` verifies proposals of `shape`: chain, tree or static."""
+    if shape != "chain" and law in CHAIN_LAWS:
         raise ValueError(f"{key}={law}: verifies chains only, expected {' or '.join(TREE_LAWS)} for a tree")
     if shape == "chain" and law == "recursive":
         raise ValueError(f"{key}={law}: a chain has no siblings, expected rejection, block or a tree")
+    if shape == "static" and law == "recursive":
+        raise ValueError(f"{key}={law}: needs drawn siblings, a static tree's are chosen; expected a tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,13 +222,20 @@ class DecodeRunConfig:
 
     name: str
     proposal: str = "chain"
-    """chain or tree."""
+    """chain, tree (grown where the drafter is surest), or static (the tree of `paths`)."""
     length: int = 5
-    """Draft tokens of a chain; depth of a tree."""
+    """Draft tokens of a chain; depth of a tree; of a static one its paths say."""
     nodes: int = 24
-    """Draft tokens of a tree."""
+    """Draft tokens of a tree; of a static one its paths say."""
     top_k: int = 8
     """Children per expanded node of a tree."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Nodes of a static tree, each the ranks from the root to it: [[0], [1], [0, 0]] (spectrain/trees.py)."""
+    adaptive: bool = False
+    """Draft less where the drafter's confidence says that more does not pay."""
+    costs: list[float] = field(default_factory=list)
+    """Prices for `adaptive` in plain steps: [a round that drafts nothing, a draft step, a token to verify];
+    empty: measured when the evaluation starts."""
     law: str = "rejection"
     """rejection or block (chain), target_only (any tree), recursive (a tree drawn without replacement), or
     the lossy typical and thresholds (both shapes); at temperature 0 all are the greedy limit."""
@@ -243,7 +254,7 @@ class DecodeRunConfig:
     def __post_init__(self):
         key = f"eval.runs.{self.name}"
         at_least(f"{key}.prompts", self.prompts, 0)
-        choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
+        choose(f"{key}.proposal", self.proposal, ("chain", "tree", "static"))
         choose(f"{key}.law", self.law, LAWS)
         choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
         at_least(f"{key}.length", self.length, 1)
@@ -260,14 +271,40 @@ class DecodeRunConfig:
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
         check_law(f"{key}.law", self.law, self.proposal)
+        if self.law == "recursive" and self.adaptive:
+            raise ValueError(f"{key}.adaptive=True: law recursive draws its tree in full, expected False")
         self.leniency.check(self.law, f"{key}.leniency")
         if self.lossy and self.temperature == 0:
             raise ValueError(f"{key}.law={self.law}: has no effect at temperature 0, expected a lossless law")
+        self._derive_static(key)
+        self._check_costs(key)
 
     @property
     def lossy(self) -> bool:
         """Whether the text is not the target's own, by the law's design."""
         return self.law in LOSSY_LAWS
+
+    def _derive_static(self, key: str) -> None:
+        """Length and nodes of a static tree from its paths, which no other proposal has."""
+        if self.proposal != "static":
+            if self.paths:
+                raise ValueError(f"{key}.paths: no effect with proposal={self.proposal}; expected []")
+            return
+        paths = check_paths(f"{key}.paths", self.paths)
+        for name, derived in (("length", len(paths[-1])), ("nodes", len(paths))):
+            if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, derived):
+                raise ValueError(f"{key}.{name}={getattr(self, name)}: the paths say {derived}; leave it out")
+            object.__setattr__(self, name, derived)
+
+    def _check_costs(self, key: str) -> None:
+        if self.costs and not self.adaptive:
+            raise ValueError(f"{key}.costs={self.costs}: no effect without adaptive; expected []")
+        good = len(self.costs) in (0, 3) and all(0 <= c < float("inf") for c in self.costs)
+        if not good or self.costs[:1] == [0.0]:
+            raise ValueError(
+                f"{key}.costs={self.costs}: expected [], or [root, step, node] with root above 0 and no "
+                "other below 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

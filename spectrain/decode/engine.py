@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from spectrain.cache import KVCache
-from spectrain.config import LAWS, LOSSY_LAWS, Leniency, at_least, check_law, choose
+from spectrain.config import LAWS, LOSSY_LAWS, Leniency, above_zero, at_least, check_law, choose
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
 from spectrain.kernels.likeliest import CACHED
-from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
+from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
@@ -76,16 +76,23 @@ def generate(
 
 def check_plan(plan: Plan, law: str) -> None:
     """Raise ValueError for a plan that is malformed or does not go with `law`."""
-    choose("plan.shape", plan.shape, ("chain", "tree"))
+    choose("plan.shape", plan.shape, ("chain", "tree", "static"))
     check_law("law", law, plan.shape)
     at_least("plan.length", plan.length, 1)
+    if plan.budget is not None:
+        above_zero("plan.budget.root", plan.budget.root)
+        at_least("plan.budget.step", plan.budget.step, 0)
+        at_least("plan.budget.node", plan.budget.node, 0)
     if plan.shape == "tree":
         at_least("plan.nodes", plan.nodes, 1)
         at_least("plan.top_k", plan.top_k, 1)
     if law == "recursive" and not plan.sampled:
         raise ValueError("law=recursive with plan.sampled=False: expected siblings drawn without replacement")
-    if plan.sampled and plan.shape == "chain":
-        raise ValueError("plan.sampled=True with plan.shape=chain: has no effect on a chain, expected False")
+    if plan.sampled and (plan.shape != "tree" or plan.budget is not None):
+        raise ValueError(
+            f"plan.sampled=True with plan.shape={plan.shape}, plan.budget={plan.budget}: expected False; "
+            "only a tree without a budget has drawn siblings"
+        )
 
 
 def context_length(target: Target) -> int:
@@ -132,7 +139,7 @@ def clamp(proposal: Proposal, depth: int) -> Proposal:
 
 @dataclass
 class _Request:
-    """One request; key: its random numbers', budget: tokens it may emit."""
+    """One request; key: its random numbers', budget: tokens it may emit; steps, nodes: drafted so far."""
 
     index: int
     key: int
@@ -141,6 +148,15 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     orders: list[torch.Tensor | None] = field(default_factory=list)
+    steps: int = 0
+    nodes: int = 0
+
+    def rate(self, price: Budget) -> float:
+        """Tokens per plain step that its rounds earn at `price`: its own, so that no other request of the
+        batch has a say in its text."""
+        return price.rate(
+            tokens=len(self.ids) - 1, rounds=len(self.rounds), steps=self.steps, nodes=self.nodes
+        )
 
     @property
     def room(self) -> int:
@@ -179,8 +195,8 @@ class _Engine:
         self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
     ) -> tuple[list[Generation], list[Timing]]:
         B = min(batch_size, len(waiting))
-        nodes = 0 if plan is None else max(plan.length, plan.nodes, plan.top_k * plan.length)
-        capacity = max(len(request.prompt) + request.budget for request in waiting) + nodes + 1
+        room = 0 if plan is None else plan.room
+        capacity = max(len(request.prompt) + request.budget for request in waiting) + room + 1
         self.cache = KVCache(B, capacity)
         self.streams = Streams(self.sampling, [0] * B)
         self.drafting = None if drafter is None else drafter.start(B, capacity)
@@ -249,9 +265,13 @@ class _Engine:
         rooms = {place: self.places[place].room for place in active if self.places[place].room > 0}
         if rooms:
             ranked = RANKED if self.record_orders else 0
-            # A tree's shape may not depend on the rooms of other requests; a chain's prefix does not anyway.
+            # A tree's shape may not depend on the rooms of other requests; a chain's prefix does not anyway,
+            # nor do a static tree's upper levels.
             longest = plan.length if plan.shape == "tree" else min(plan.length, max(rooms.values()))
             plan = replace(plan, length=longest, ranked=ranked)
+            if plan.budget is not None:
+                rates = tuple(self.places[place].rate(plan.budget) for place in rooms)
+                plan = replace(plan, budget=replace(plan.budget, rates=rates))
             proposals = self.drafting.propose(list(rooms), plan, self.streams)
             for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
                 found[place] = clamp(proposal, room)
@@ -334,10 +354,13 @@ class _Engine:
         block = [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus]
         kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids))
         if self.drafting is not None and request.ids:
+            depth = max(depths(proposal.parents), default=0)
+            request.steps += max(0, depth - 1)
+            request.nodes += len(proposal.parents)
             request.rounds.append(
                 Round(
                     drafted=len(proposal.parents),
-                    depth=max(depths(proposal.parents), default=0),
+                    depth=depth,
                     accepted=len(verdict.path),
                     emitted=len(kept),
                     alphas=verdict.alphas,

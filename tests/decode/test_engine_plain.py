@@ -114,7 +114,7 @@ def test_a_hybrid_target_is_refused():
         ),
         (
             {"law": "block", "plan": Plan("chain", 2, sampled=True), "drafter": object()},
-            "plan.sampled=True with plan.shape=chain: has no effect",
+            "plan.sampled=True with plan.shape=chain, plan.budget=None: expected False",
         ),
         ({"plan": CHAIN}, "plan=.* and a drafter go together"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
