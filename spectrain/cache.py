@@ -186,6 +186,9 @@ class CacheLayout:
         out = [self._attend_group(i, q_HTK, keys, values, window, forms) for i in range(len(self._groups))]
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
+    def calls(self, ids_T, positions_T):
+        raise AssertionError("a target with recurrent layers needs a RecurrentCache (see target_cache)")
+
     def _unwritten(self) -> torch.Tensor:
         """Slots in the key range of a group that hold no numbers yet; marks them and the new ones as written.
 
