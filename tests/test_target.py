@@ -55,7 +55,9 @@ def llama4(**settings):
 def test_attention_within_chunks_is_refused():
     """Its layers see the tokens of their chunk of 8 only, which no layout tells them."""
     model = Llama4ForCausalLM(llama4(layer_types=["chunked_attention", "full_attention"]))
-    with pytest.raises(ValueError, match="target Llama4ForCausalLM: layers of type chunked_attention are not"):
+    with pytest.raises(
+        ValueError, match="target Llama4ForCausalLM: layers of type chunked_attention are not"
+    ):
         Target(model)
 
 
@@ -95,7 +97,9 @@ def test_the_keyword_of_the_cache_is_read_from_the_signature():
         "cache",
         "cache_params",
     ]
-    with pytest.raises(ValueError, match="^Neither.forward: no parameter named cache, past_key_values, cache"):
+    with pytest.raises(
+        ValueError, match="^Neither.forward: no parameter named cache, past_key_values, cache"
+    ):
         cache_keyword(Neither())
 
 

@@ -50,7 +50,11 @@ BUILD = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**HEADS, **EXPERTS)),
     "gemma3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **HEADS, **MIXED, attn_logit_softcapping=20.0, final_logit_softcapping=10.0, query_pre_attn_scalar=8
+            **HEADS,
+            **MIXED,
+            attn_logit_softcapping=20.0,
+            final_logit_softcapping=10.0,
+            query_pre_attn_scalar=8,
         )
     ),
     "gpt2": lambda: GPT2LMHeadModel(
@@ -116,7 +120,9 @@ def test_five_rounds_of_random_trees_leave_the_cache_of_a_fresh_run(target):
             torch.testing.assert_close(logits[r][paths[r]], expected[length - len(paths[r]) :], **TOLERANCE)
             for layer, (keys, values) in fresh.layers.items():
                 torch.testing.assert_close(cache.layers[layer][0][r, :length], keys[0, :length], **TOLERANCE)
-                torch.testing.assert_close(cache.layers[layer][1][r, :length], values[0, :length], **TOLERANCE)
+                torch.testing.assert_close(
+                    cache.layers[layer][1][r, :length], values[0, :length], **TOLERANCE
+                )
         assert cache.committed == [len(text) for text in texts]
         accepted.append([len(path) for path in paths])
     assert all(len(set(counts)) > 1 for counts in accepted), accepted
@@ -142,11 +148,10 @@ class Alone(packed_layout):
 def test_greedy_text_equals_plain_text(target, plan):
     """Four prompts, three places; of 3 or 4 draft tokens 0, 1, 2 or all are right."""
     texts = [recomputed_text(target, prompt, 14) for prompt in PROMPTS]
-    drafter = KnowingDrafter(texts, lambda n: (0, 2, 1, 9)[n % 4], vocab=64)
+    drafter = KnowingDrafter(texts, lambda n: (0, 2, 1, 9, 0)[n % 5], vocab=64)
     settings = {"sampling": Sampling(), "max_new_tokens": 14, "stop_ids": (), "batch_size": 3}
     plain, _ = generate(target, PROMPTS, **settings)
     fast, _ = generate(target, PROMPTS, **settings, drafter=drafter, plan=plan)
     assert [[*g.prompt_ids, *g.ids] for g in plain] == texts
     assert [g.ids for g in fast] == [g.ids for g in plain]
-    counts = {round.accepted for g in fast for round in g.rounds}
-    assert {0, 1, 2} <= counts
+    assert {0, 1, 2, plan.length} <= {round.accepted for g in fast for round in g.rounds}

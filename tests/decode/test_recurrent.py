@@ -227,7 +227,9 @@ def test_documents_of_one_row_do_not_reach_each_other(target):
 
 def test_a_tree_is_refused():
     target = Target(mamba2().float())
-    with pytest.raises(ValueError, match="^plan.shape='tree': the target has recurrent layers.*expected chain$"):
+    with pytest.raises(
+        ValueError, match="^plan.shape='tree': the target has recurrent layers.*expected chain$"
+    ):
         generate(
             target, [PROMPT], sampling=Sampling(), max_new_tokens=3, stop_ids=(), batch_size=1,
             drafter=KnowingDrafter([], None, 64), plan=Plan("tree", 2, nodes=3, top_k=2),
