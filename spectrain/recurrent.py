@@ -144,5 +144,6 @@ def check_state(target: Target) -> None:
     if not drift <= bound:
         raise ValueError(
             f"target {target.path or type(target.model).__name__}: states differ by {drift:.3g} (bound "
-            f"{bound:.3g}) when the text runs in several calls: its recurrent state cannot be saved and replayed"
+            f"{bound:.3g}) when the text runs in several calls: its recurrent state cannot be saved and "
+            "replayed"
         )

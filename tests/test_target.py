@@ -105,7 +105,7 @@ def test_the_keyword_of_the_cache_is_read_from_the_signature():
 
 @pytest.mark.parametrize("form", [Old, New])
 def test_a_state_reaches_the_decoder_by_either_keyword(form):
-    """The decoder of each version, around the same layers: the state arrives, and nothing under another name."""
+    """The decoder of each version around the same layers: the state arrives under its name alone."""
     target = Target(tiny_llama(layers=1))
     inner, seen = target.decoder, []
 
