@@ -90,7 +90,7 @@ def build(shape: Shape, density: float):
     dropped = torch.ones(shape.vocab, dtype=torch.bool)
     dropped[kept] = False
     head[dropped] *= 0.1
-    drafter = eagle3.build(eagle3.Config(unroll=shape.unroll, taps=[0, 1, 2], init="random"), target, kept)
+    drafter = eagle3.build(eagle3.Config(unroll=shape.unroll, taps=[0, 1, 2]), target, kept)
     answer = round(TURN * density)
     marks = ("." * (TURN - answer) + "S" * answer) * (shape.tokens // TURN)
     tokens = pack([make_sample("a", torch.randint(shape.vocab, (shape.tokens,)).tolist(), marks)])

@@ -126,11 +126,13 @@ def greedy_certificate(
     questions: Sequence[Question],
     config: EvalConfig,
     runs: Sequence[DecodeRunConfig],
+    *,
+    batch: int = BATCH,
 ) -> dict:
     """Each run's proposals in greedy decoding against plain decoding, in the target's dtype.
 
     Takes config.greedy_prompts prompts of config.greedy_tokens tokens each, and more prompts where texts stop
-    early.
+    early; batch: texts decoded at once.
     """
     wanted = config.greedy_prompts * config.greedy_tokens
     differences: list[Difference] = []
@@ -141,7 +143,7 @@ def greedy_certificate(
     while used < len(questions) and (used < config.greedy_prompts or plain_tokens < wanted):
         part = questions[used : used + (BATCH if used else config.greedy_prompts)]
         used += len(part)
-        plain = _decode(target, None, part, runs[0], config.greedy_tokens)
+        plain = _decode(target, None, part, runs[0], config.greedy_tokens, batch)
         for question, text in zip(part, plain, strict=True):
             below = not_argmax(target, question.id, text)
             ties += [{"run": "plain", **asdict(d)} for d in below if d.is_tie]
@@ -149,7 +151,7 @@ def greedy_certificate(
             plain_tokens += len(text.ids)
         progress.update(sum(len(text.ids) for text in plain))
         for run in runs:
-            found = _decode(target, drafter, part, run, config.greedy_tokens)
+            found = _decode(target, drafter, part, run, config.greedy_tokens, batch)
             for question, text, other in zip(part, plain, found, strict=True):
                 difference = first_difference(target, question.id, text, other)
                 compared[run.name] += len(text.ids) if difference is None else difference.place + 1
@@ -329,7 +331,12 @@ def near_boundary(logits_V: torch.Tensor, token: int, sampling: Sampling) -> boo
 
 
 def _decode(
-    target: Target, drafter: Drafter | None, questions: Sequence[Question], run: DecodeRunConfig, tokens: int
+    target: Target,
+    drafter: Drafter | None,
+    questions: Sequence[Question],
+    run: DecodeRunConfig,
+    tokens: int,
+    batch: int,
 ) -> list[Generation]:
-    arm = EngineArm(target, drafter, run, tokens, BATCH, seed=0)
+    arm = EngineArm(target, drafter, run, tokens, batch, seed=0)
     return arm.decode([q.ids for q in questions], [q.key for q in questions])[0]

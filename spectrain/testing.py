@@ -327,3 +327,41 @@ class LawStepper:
             self.nodes.append((*(self.text if parent < 0 else self.nodes[parent]), token))
             rows.append(self.q(self.nodes[-1]).log())
         return torch.stack(rows)
+
+
+class KnowingDrafter:
+    """Knows the whole text (prompt and answer) of each request and is right as often as it is told.
+
+    right(n): how many draft tokens behind a root at position n are right. A chain holds them and then wrong
+    tokens; a tree holds at each depth a wrong token in front of the chain's, both behind the chain's last.
+    """
+
+    taps = (0,)
+
+    def __init__(self, texts: list[list[int]], right, vocab: int):
+        self.texts, self.right, self.vocab, self.steps = texts, right, vocab, 0
+        self.known: dict[int, list[int]] = {}  # tokens 1 .. root of each request
+
+    def start(self, num_requests, capacity):
+        return self
+
+    def observe(self, observations):
+        for seen in observations:
+            old = [] if seen.start == 0 else self.known[seen.request]
+            assert len(old) == seen.start and len(seen.taps) == len(seen.final) == len(seen.next_ids)
+            self.known[seen.request] = [*old, *seen.next_ids.tolist()]
+
+    def propose(self, requests, plan, sampler):
+        return [self._proposal(self.known[request], plan) for request in requests]
+
+    def _proposal(self, known, plan) -> Proposal:
+        n = len(known)
+        text = next(text for text in self.texts if text[1 : n + 1] == known)
+        ahead = (text[n + 1 :] + [0] * plan.length)[: plan.length]
+        spoiled = [token + (depth >= self.right(n)) for depth, token in enumerate(ahead)]
+        if plan.shape == "chain":
+            tokens, parents = spoiled, list(range(-1, plan.length - 1))
+        else:
+            tokens = [token for right in spoiled for token in (right + 1, right)]
+            parents = [2 * depth - 1 for depth in range(plan.length) for _ in range(2)]
+        return Proposal(torch.tensor(tokens) % self.vocab, tuple(parents))

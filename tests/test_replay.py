@@ -248,7 +248,7 @@ def test_replayed_logits_are_those_of_the_training_forward(tmp_path):
     """Slot k of training is draft step k of a chain whose draft tokens are the text's own next tokens."""
     target = Target(tiny_llama())
     kept = torch.arange(0, 260, 3)
-    drafter = eagle3.build(eagle3.Config(unroll=3, taps=[0, 1, 2], init="random"), target, kept)
+    drafter = eagle3.build(eagle3.Config(unroll=3, taps=[0, 1, 2]), target, kept)
     shape = drafter.draft_config
     config = {
         **CONFIG,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from spectrain.cache import KVCache
 from spectrain.config import LAWS, LOSSY_LAWS, Leniency, above_zero, at_least, check_law, choose
 from spectrain.decode.generation import Generation, Round, Timing
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
 from spectrain.kernels.likeliest import CACHED
 from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
+from spectrain.recurrent import target_cache
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
@@ -61,6 +61,11 @@ def generate(
         raise ValueError(f"plan={plan} and a drafter go together; plain decoding has neither")
     if plan is not None:
         check_plan(plan, law)
+        if target.recurrent and plan.shape != "chain":
+            raise ValueError(
+                f"plan.shape={plan.shape!r}: the target has recurrent layers, whose state follows one path: "
+                "expected chain"
+            )
     limit = context_length(target)
     waiting = []
     for i, prompt in enumerate(prompts):
@@ -197,7 +202,7 @@ class _Engine:
         B = min(batch_size, len(waiting))
         room = 0 if plan is None else plan.room
         capacity = max(len(request.prompt) + request.budget for request in waiting) + room + 1
-        self.cache = KVCache(B, capacity)
+        self.cache = target_cache(self.target, B, capacity)
         self.streams = Streams(self.sampling, [0] * B)
         self.drafting = None if drafter is None else drafter.start(B, capacity)
         self.taps = () if drafter is None else drafter.taps
@@ -302,10 +307,10 @@ class _Engine:
         layout = self.cache.grow(requests, parents)
         ids = torch.tensor(flat, device=device)
         states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
-        if len(self.cache.layers) < self.target.num_layers:
+        if unkept := self.target.attention_layers - self.cache.layers.keys():
             raise ValueError(
-                f"target: only {len(self.cache.layers)} of its {self.target.num_layers} layers keep keys and "
-                "values; recurrent and hybrid targets are not supported, their state cannot be rolled back"
+                f"target: its layers {sorted(unkept)} kept no keys and values: their attention does not go "
+                "through transformers' attention interface or does not tell its layer"
             )
         logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])
 

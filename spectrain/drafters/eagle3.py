@@ -49,12 +49,8 @@ class Config:
     """A norm of its own for each tap before `fc`, as in EAGLE-3.1."""
     head: str = "trained"
     """trained, or frozen: the target's rows as they are; a third of the objective's work less."""
-    init: str = "target"
-    """target: layer, norms and head start from the target's last layer and head rows; random: the head."""
 
     def __post_init__(self):
-        if self.init not in ("target", "random"):
-            raise ValueError(f"drafter.init={self.init!r}: expected target or random")
         if self.head not in ("trained", "frozen"):
             raise ValueError(f"drafter.head={self.head!r}: expected trained or frozen")
         if self.unroll < 1:
@@ -363,36 +359,20 @@ def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
-    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending."""
+    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending.
+
+    The head starts as the target's rows, the rest at random, but queries as half of their own keys: attention
+    begins on the token itself, whose value alone brings the embedding of the next token to the state.
+    """
     drafter = Eagle3(config, target, kept_ids)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
+    attn = drafter.midlayer.self_attn
+    with torch.no_grad():
+        keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
+        shared = attn.q_proj.out_features // attn.k_proj.out_features
+        attn.q_proj.weight.copy_(keys.repeat_interleave(shared, 0).flatten(0, 1) / 2)
     share_tensor(drafter.lm_head.weight, target.head.weight[kept_ids.to(target.device)].float())
     drafter.lm_head.weight.requires_grad_(config.head == "trained")
-    if config.init == "target":
-        start_from_last_layer(drafter, target)
     return drafter.to(target.device)
-
-
-def start_from_last_layer(drafter: Eagle3, target: Target) -> None:
-    """Start from what the target knows: the state half of the projections, the output projection, MLP and
-    norms of its last layer, `fc` passing the highest tap through. Other shapes keep their random start."""
-    D = target.hidden_size
-    state = target.layers[-1].state_dict()
-    ours = dict(drafter.midlayer.named_parameters())
-    with torch.no_grad():
-        for name, value in state.items():
-            value = value.float()
-            if name == "input_layernorm.weight":
-                name = "hidden_norm.weight"
-            if name in ours and ours[name].shape == value.shape:
-                ours[name].copy_(value)
-            elif name in ours and ours[name].shape == (value.shape[0], 2 * value.shape[1]):
-                ours[name][:, D:] = value
-                ours[name][:, :D] *= 0.5
-        drafter.fc.weight.mul_(0.1)
-        drafter.fc.weight[:, -D:] += torch.eye(D)
-        final_norm = [m for m in target.decoder.children() if "RMSNorm" in type(m).__name__]
-        if final_norm:
-            drafter.norm.weight.copy_(final_norm[-1].get_parameter("weight").float())

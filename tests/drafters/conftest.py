@@ -52,7 +52,7 @@ def drafter_of():
 def random_drafter(target, *, kept=KEPT, seed=0, **settings):
     """A random drafter whose every parameter, norms included, differs from its start."""
     torch.manual_seed(seed)
-    drafter = build(Config(**{"unroll": UNROLL, "init": "random"} | settings), target, kept)
+    drafter = build(Config(**{"unroll": UNROLL} | settings), target, kept)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
