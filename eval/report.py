@@ -23,6 +23,7 @@ from spectrain.eval.report_table import table
 from spectrain.metrics import Counters, Number, after_cut, estimate
 from spectrain.record import open_wandb
 
+FILTERS = ("top_k_filter", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SPEED_UPS = (
     "eta", "eta_model", "eta_leviathan", "eta_limit", "limit_share", "throughput_tok_s"
 )  # fmt: skip
@@ -135,7 +136,7 @@ def _run(
     for text in texts:
         categories.setdefault(text.category, []).append(text)
     return {
-        **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
+        **{key: run[key] for key in ("name", "temperature", *FILTERS, "proposal", "law", "dtype", "batch")},
         "length": run["length"],
         "nodes": run["nodes"] if run["proposal"] == "tree" else run["length"],
         **_numbers(texts, run, manifest, reason),

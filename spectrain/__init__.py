@@ -28,6 +28,7 @@ def generate(
     law: str | None = None,
     leniency: Leniency | None = None,
     batch_size: int = 1,
+    stop_strings: Sequence[str] = (),
 ) -> list[Generation]:
     """Decode prompts with a drafter (None: plain decoding), losslessly unless a lossy law is asked for, and
     return one Generation each, text included.
@@ -37,7 +38,8 @@ def generate(
     sampling: greedy by default; plan: a chain of 5 draft tokens by default. law: of verification, by default
     `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these keep the
     target's own law, as does `block`. The lossy `typical` and `thresholds`, to be set by `leniency`, mark
-    their texts lossless=False. Raises ValueError for prompts and settings that do not fit.
+    their texts lossless=False. stop_strings: a text ends with the first of them that it contains (special
+    tokens are no part of it). Raises ValueError for prompts and settings that do not fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
@@ -47,19 +49,14 @@ def generate(
     from spectrain.config import Leniency, TargetConfig
     from spectrain.decode.engine import generate as decode
     from spectrain.decode.sampling import Sampling
+    from spectrain.decode.stops import StopStrings
     from spectrain.eval.prompts import render
     from spectrain.proposal import Plan
     from spectrain.target import load_target
 
     if isinstance(target, (str, Path)):
         target = load_target(TargetConfig(path=str(target)))
-    network: Drafter | None
-    if isinstance(drafter, (str, Path)):
-        from spectrain.checkpoint import load_drafter
-
-        network = load_drafter(Path(drafter), target).to(target.dtype)
-    else:
-        network = drafter
+    network = _load(drafter, target) if isinstance(drafter, (str, Path)) else drafter
     if network is not None and plan is None:
         plan = Plan(shape="chain", length=5)
     if law is None:
@@ -76,6 +73,7 @@ def generate(
         sampling=Sampling() if sampling is None else sampling,
         max_new_tokens=max_new_tokens,
         stop_ids=target.stop_ids(),
+        stop_strings=stop_strings,
         batch_size=batch_size,
         drafter=network,
         plan=plan,
@@ -83,4 +81,14 @@ def generate(
         leniency=Leniency() if leniency is None else leniency,
     )
     texts = target.tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
+    if stop_strings:
+        texts = list(map(StopStrings(stop_strings, target.tokenizer).cut, texts))
     return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
+
+
+def _load(folder: str | Path, target: Target) -> Drafter:
+    from pathlib import Path
+
+    from spectrain.checkpoint import load_drafter
+
+    return load_drafter(Path(folder), target).to(target.dtype)

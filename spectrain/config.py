@@ -233,6 +233,14 @@ class DecodeRunConfig:
     temperature: float = 0.0
     top_k_filter: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Least share of the largest probability, after the other filters; 0: off."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or text; 1: off. This and the next two: formulas in docs/math.md."""
+    presence_penalty: float = 0.0
+    """Of tokens in the text, once; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Of tokens in the text, per occurrence; -2 to 2."""
     draft_temperature: float = 0.0
     """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
     dtype: str = "bfloat16"
@@ -256,6 +264,10 @@ class DecodeRunConfig:
             )
         at_least(f"{key}.top_k_filter", self.top_k_filter, 0)
         above_zero(f"{key}.top_p", self.top_p, 1.0)
+        within(f"{key}.min_p", self.min_p, 0.0, 1.0)
+        above_zero(f"{key}.repetition_penalty", self.repetition_penalty)
+        within(f"{key}.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        within(f"{key}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
@@ -291,6 +303,8 @@ class EvalConfig:
     seed: int = 0
     threads: int = 0
     """CPU threads of both arms while decoding; 0: as the process has. The report names them."""
+    events: bool = False
+    """Write every verification of every run to eval/runs/NAME/events.jsonl (docs/formats.md)."""
 
     def __post_init__(self):
         at_least("eval.threads", self.threads, 0)

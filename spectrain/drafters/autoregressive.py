@@ -4,7 +4,8 @@ For any drafter that gives logits at the root and can step from any node. A chai
 q, or chosen by arg-max where sampling is greedy. A tree is chosen unless plan.sampled: at each level the
 `top_k` likeliest candidates are expanded with `top_k` children each, then the `nodes` likeliest of all
 candidates are kept. The likelihood of a node is the sum of log q at temperature 1 along its path, in float32;
-ties go to the shallower node, then to the lower id, so that a kept node's parent is always kept.
+ties go to the shallower node, then to the lower id, so that a kept node's parent is always kept. Penalties of
+the sampler count along each node's path, before anything else.
 
 The siblings of a sampled tree are drawn one after the other from q without replacement (Jeon et al. 2024,
 recursive speculative decoding), or are q's likeliest where sampling is greedy, which is the limit. Its shape,
@@ -104,6 +105,9 @@ def _chains(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Samp
         if slot:
             newest = torch.tensor(tokens[-1], device=logits.device)
             logits = stepper.step(requests, [slot - 2] * R, newest)
+        if sampler.penalised:
+            drafted = [[column[r] for column in tokens] for r in range(R)]
+            logits = sampler.penalise(logits, requests, drafted, stepper.kept_ids)
         if plan.ranked:
             ranked.append(_likeliest(stepper, logits, plan.ranked)[0])
         if sampler.greedy:
@@ -145,6 +149,14 @@ class _Drawn:
     q: list[torch.Tensor] = field(default_factory=list)
     ranked: dict[int, np.ndarray] = field(default_factory=dict)
 
+    def path(self, place: int) -> list[int]:
+        """Tokens from the root's child down to the node at a place of the shape."""
+        node, found = self.node[place], []
+        while node >= 0:
+            found.append(self.tokens[node])
+            node = self.parents[node]
+        return found[::-1]
+
     def proposal(self, ranked: int) -> Proposal:
         unknown = np.full(len(self.ranked[-1]) if ranked else 0, -1)
         rows = [self.ranked.get(node, unknown) for node in range(-1, len(self.tokens))]
@@ -178,6 +190,9 @@ def _drawn_trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler:
             logits = stepper.step([tree.request for tree, _ in asked], parents, tokens.to(logits.device))
         else:
             break
+        if sampler.penalised:
+            paths = [tree.path(place) for tree, place in asked]
+            logits = sampler.penalise(logits, [tree.request for tree, _ in asked], paths, stepper.kept_ids)
         if plan.ranked:
             for (tree, place), ids in zip(asked, _likeliest(stepper, logits, plan.ranked)[0], strict=True):
                 tree.ranked[tree.node[place]] = ids
@@ -252,6 +267,14 @@ class _Pool:
         self.depth = np.concatenate((self.depth, np.full_like(token, depth)), 1)
         self.arrival = np.concatenate((self.arrival, np.full_like(token, -1)), 1)
 
+    def path(self, tree: int, candidate: int) -> list[int]:
+        """Tokens from the root's child down to a candidate."""
+        found: list[int] = []
+        while candidate >= 0:
+            found.append(int(self.token[tree, candidate]))
+            candidate = int(self.parent[tree, candidate])
+        return found[::-1]
+
     def best(self, begin: int, count: int) -> np.ndarray:
         """Numbers [R, F] of the likeliest candidates from `begin` on; ties: shallower, then lower id."""
         keys = (self.token[:, begin:], self.depth[:, begin:], -self.score[:, begin:])
@@ -263,6 +286,8 @@ def _trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampl
     none = np.empty((R, 0), np.int64)
     pool = _Pool(none, none.astype(np.float32), none, none, none)
     logits = stepper.root_logits(requests)
+    if sampler.penalised:
+        logits = sampler.penalise(logits, requests, [[] for _ in requests], stepper.kept_ids)
     ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
     ranked = [ids[:, None]]
     pool.extend(ids[:, :K], logq[:, :K], np.full((R, K), -1), 1)
@@ -278,6 +303,9 @@ def _trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampl
         tokens = torch.from_numpy(np.take_along_axis(pool.token, expanded, 1).ravel())
         flat = [request for request in requests for _ in range(F)]
         logits = stepper.step(flat, parents.ravel().tolist(), tokens.to(logits.device))
+        if sampler.penalised:
+            drafted = [pool.path(r, int(node)) for r, nodes in enumerate(expanded) for node in nodes]
+            logits = sampler.penalise(logits, flat, drafted, stepper.kept_ids)
         ids, logq = _likeliest(stepper, logits, max(K, plan.ranked))
         ranked.append(ids.reshape(R, F, -1))
         scores = np.take_along_axis(pool.score, expanded, 1)[..., None] + logq.reshape(R, F, -1)[..., :K]

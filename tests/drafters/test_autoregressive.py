@@ -41,7 +41,7 @@ class Table:
 class Draws:
     """A sampler that draws the last possible id and notes its keys."""
 
-    greedy = False
+    greedy = penalised = False
 
     def __init__(self):
         self.keys = []
