@@ -110,10 +110,13 @@ class Corpus:
         return counts | ({"first_reject": list(self.rejects[0])} if self.rejects else {})
 
 
+PACKAGED = ("quickstart", "smollm2_long")
+
+
 def corpus_path(name: str) -> Path:
-    """The JSONL file of `corpus.path`; "quickstart" is the one beside this module. ValueError if missing."""
-    packaged = name == "quickstart"
-    path = Path(__file__).with_name("quickstart.jsonl") if packaged else Path(name).expanduser()
+    """The JSONL file of `corpus.path`; those of PACKAGED lie beside this module. ValueError if missing."""
+    packaged = name in PACKAGED
+    path = Path(__file__).with_name(f"{name}.jsonl") if packaged else Path(name).expanduser()
     if not path.is_file():
         hint = "; write it with stages=regenerate" if packaged else ""
         raise ValueError(f"corpus.path={name!r}: no file {path}{hint}")

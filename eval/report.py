@@ -23,6 +23,7 @@ from spectrain.eval.report_table import table
 from spectrain.metrics import Counters, Number, after_cut, estimate
 from spectrain.record import open_wandb
 
+FILTERS = ("top_k_filter", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SPEED_UPS = (
     "eta", "eta_model", "eta_leviathan", "eta_limit", "limit_share", "throughput_tok_s"
 )  # fmt: skip
@@ -61,7 +62,7 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     manifest = read_json(evaluation / MANIFEST)
     names = ("recipe", "note", "target", "drafter")
     missing = [key for key in (*names, "shapes") if key not in manifest]
-    missing += [] if missing or "costs" in manifest["eval"]["runs"][0] else ["costs"]
+    missing = missing or [key for key in ("costs", *FILTERS) if key not in manifest["eval"]["runs"][0]]
     if missing:
         raise ValueError(
             f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
@@ -137,7 +138,7 @@ def _run(
     for text in texts:
         categories.setdefault(text.category, []).append(text)
     return {
-        **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
+        **{key: run[key] for key in ("name", "temperature", *FILTERS, "proposal", "law", "dtype", "batch")},
         "length": run["length"],
         "nodes": run["length"] if run["proposal"] == "chain" else run["nodes"],
         **{key: run[key] for key in ("paths", "adaptive", "costs")},

@@ -2,6 +2,7 @@
 made.
 
     R/eval/runs/NAME/texts.jsonl    one line per text (eval/records.py), manifest.json beside it
+    R/eval/runs/NAME/events.jsonl   one line per verification, with eval.events
     R/eval/costs/NAME/              manifest.json with the measured costs of an adaptive run
     R/eval/certificate/             certificate.json, manifest.json
     R/eval/manifest.json            the settings, written last
@@ -31,9 +32,9 @@ from spectrain.eval.costs import measure_costs
 from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
-from spectrain.eval.records import Text, read_texts, share, write_texts
+from spectrain.eval.records import Text, read_texts, share, write_events, write_texts
 from spectrain.eval.report import write_report
-from spectrain.eval.speed import Arms, EngineArm
+from spectrain.eval.speed import Arms, EngineArm, sampling_of
 from spectrain.metrics import after_cut, count, ratios
 from spectrain.provenance import provenance
 from spectrain.target import Target
@@ -207,11 +208,12 @@ def _decode_runs(
     """The texts of runs that share a plain baseline, by name: read back, or decoded together where
     unfinished."""
     limits = (config.eval.max_new_tokens, runs[0].batch, config.eval.seed)
+    events = config.eval.events
     asked: dict[str, Any] = {
         "prompts": [asdict(p) for p in prompts],
         "questions": _print(_questions(config, target, prompts)),
     }
-    asked |= {"limits": limits, "threads": config.eval.threads, **identity}
+    asked |= {"limits": limits, "threads": config.eval.threads, "events": events, **identity}
     settings = {run.name: {"run": asdict(run), **asked} for run in runs}
     pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
     for run in runs:
@@ -223,7 +225,7 @@ def _decode_runs(
         found = decode_in_turns(
             Arms(
                 EngineArm(target, None, runs[0], *limits),
-                [EngineArm(target, drafter, run, *limits) for run in pending],
+                [EngineArm(target, drafter, run, *limits, record_events=events) for run in pending],
             ),
             prompts,
             batch=runs[0].batch,
@@ -236,6 +238,9 @@ def _decode_runs(
         for run, texts in zip(pending, found, strict=True):
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
+            (folder / run.name / "events.jsonl").unlink(missing_ok=True)
+            if events:
+                write_events(folder / run.name / "events.jsonl", texts)
             mine = settings[run.name]
             samples = _samples(target, prompts, texts)
             result = {"seconds": seconds, "samples": samples, "provenance": made}
@@ -265,7 +270,7 @@ def _certify(
         name: fingerprint([[asdict(text.speculative), asdict(text.plain)] for text in found])
         for name, found in texts.items()
     }
-    shaping = {k: v for k, v in asdict(config.eval).items() if k not in ("bootstrap", "limit_gpu")}
+    shaping = {k: v for k, v in asdict(config.eval).items() if k not in ("bootstrap", "limit_gpu", "events")}
     settings = {
         "eval": shaping,
         "questions": _print(questions),
@@ -351,8 +356,8 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
     """Runs of one dtype in groups whose plain decoding is the same."""
     groups: dict[tuple, list[DecodeRunConfig]] = {}
     for run in runs:
-        key = (run.temperature, run.top_k_filter, run.top_p, run.batch, run.prompts)
-        groups.setdefault(key, []).append(run)
+        plain = replace(sampling_of(run, seed=0), draft_temperature=0.0)
+        groups.setdefault((plain, run.batch, run.prompts), []).append(run)
     return list(groups.values())
 
 

@@ -33,6 +33,21 @@ class Arm(Protocol):
         """What decoding runs under right now; equal for two arms that may be compared."""
 
 
+def sampling_of(run: DecodeRunConfig, *, seed: int) -> Sampling:
+    """How a run's tokens are chosen."""
+    return Sampling(
+        temperature=run.temperature,
+        top_k=run.top_k_filter,
+        top_p=run.top_p,
+        min_p=run.min_p,
+        repetition_penalty=run.repetition_penalty,
+        presence_penalty=run.presence_penalty,
+        frequency_penalty=run.frequency_penalty,
+        seed=seed,
+        draft_temperature=run.draft_temperature,
+    )
+
+
 @dataclass(frozen=True)
 class EngineArm:
     """The engine with one run's settings; plain decoding where `drafter` is None.
@@ -47,16 +62,11 @@ class EngineArm:
     batch: int
     seed: int
     record_orders: bool = False
+    record_events: bool = False
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.run.temperature,
-            top_k=self.run.top_k_filter,
-            top_p=self.run.top_p,
-            seed=self.seed,
-            draft_temperature=self.run.draft_temperature,
-        )
+        return sampling_of(self.run, seed=self.seed)
 
     @property
     def plan(self) -> Plan | None:
@@ -94,6 +104,7 @@ class EngineArm:
             leniency=self.run.leniency,
             request_keys=keys,
             record_orders=self.record_orders,
+            record_events=self.record_events,
         )
 
     def conditions(self) -> dict[str, Any]:

@@ -6,14 +6,11 @@ Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overr
 from dataclasses import dataclass, field
 from typing import Any
 
+from spectrain.laws import LAWS, LOSSY_LAWS, Leniency, check_law
 from spectrain.trees import check_paths
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate",)
-CHAIN_LAWS = ("rejection", "block")
-LOSSY_LAWS = ("typical", "thresholds")
-TREE_LAWS = ("target_only", "recursive", *LOSSY_LAWS)
-LAWS = CHAIN_LAWS + TREE_LAWS
 
 
 def choose(key: str, value: object, allowed: tuple) -> None:
@@ -41,16 +38,6 @@ def above_zero(key: str, value: float, high: float = float("inf")) -> None:
         raise ValueError(f"{key}={value!r}: expected above 0{most}")
 
 
-def check_law(key: str, law: str, shape: str) -> None:
-    """Raise ValueError naming `key` unless `law` verifies proposals of `shape`: chain, tree or static."""
-    if shape != "chain" and law in CHAIN_LAWS:
-        raise ValueError(f"{key}={law}: verifies chains only, expected {' or '.join(TREE_LAWS)} for a tree")
-    if shape == "chain" and law == "recursive":
-        raise ValueError(f"{key}={law}: a chain has no siblings, expected rejection, block or a tree")
-    if shape == "static" and law == "recursive":
-        raise ValueError(f"{key}={law}: needs drawn siblings, a static tree's are chosen; expected a tree")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     path: str = "smollm2"
@@ -67,8 +54,8 @@ class TargetConfig:
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     path: str = "quickstart"
-    """JSONL file of conversations, or "quickstart": the corpus that the package carries; empty where a recipe
-    leaves it to the user. Only the prepare stage needs it."""
+    """JSONL file of conversations, or one that the package carries (quickstart, smollm2_long); empty where a
+    recipe leaves it to the user. Only the prepare stage needs it."""
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut at the end."""
     min_supervised: int = 2
@@ -185,38 +172,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leniency:
-    """How much more than the target's law a lossy law accepts."""
-
-    epsilon: float = 0.09
-    """typical: a token is accepted where p > min(epsilon, delta * exp(-entropy of p))."""
-    delta: float = 0.3
-    threshold_single: float = 1.0
-    """thresholds: a token of this probability or more is accepted for certain."""
-    threshold_acc: float = 1.0
-    """thresholds: the acceptance of a level's first tokens together is divided by this."""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            above_zero(f"leniency.{name}", value, 1.0)
-
-    def of(self, law: str) -> dict[str, float]:
-        """The settings that `law` reads, by name; none for a lossless one."""
-        read = {"typical": ("epsilon", "delta"), "thresholds": ("threshold_single", "threshold_acc")}
-        return {name: vars(self)[name] for name in read.get(law, ())}
-
-    def check(self, law: str, key: str) -> None:
-        """Raise ValueError naming `key` for settings without effect on `law`, and for thresholds that are
-        not lossy."""
-        default, mine = vars(Leniency()), self.of(law)
-        for name, value in vars(self).items():
-            if name not in mine and value != default[name]:
-                raise ValueError(f"{key}.{name}={value!r}: has no effect on law {law}, expected no value")
-        if law == "thresholds" and self.threshold_single == self.threshold_acc == 1:
-            raise ValueError(f"{key}: thresholds of 1 are law target_only, expected one below 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecodeRunConfig:
     """One run of the evaluation: every prompt decoded once with these settings, beside the plain baseline."""
 
@@ -244,6 +199,14 @@ class DecodeRunConfig:
     temperature: float = 0.0
     top_k_filter: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Least share of the largest probability, after the other filters; 0: off."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or text; 1: off. This and the next two: formulas in docs/math.md."""
+    presence_penalty: float = 0.0
+    """Of tokens in the text, once; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Of tokens in the text, per occurrence; -2 to 2."""
     draft_temperature: float = 0.0
     """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
     dtype: str = "bfloat16"
@@ -267,6 +230,10 @@ class DecodeRunConfig:
             )
         at_least(f"{key}.top_k_filter", self.top_k_filter, 0)
         above_zero(f"{key}.top_p", self.top_p, 1.0)
+        within(f"{key}.min_p", self.min_p, 0.0, 1.0)
+        above_zero(f"{key}.repetition_penalty", self.repetition_penalty)
+        within(f"{key}.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        within(f"{key}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
@@ -328,6 +295,8 @@ class EvalConfig:
     seed: int = 0
     threads: int = 0
     """CPU threads of both arms while decoding; 0: as the process has. The report names them."""
+    events: bool = False
+    """Write every verification of every run to eval/runs/NAME/events.jsonl (docs/formats.md)."""
 
     def __post_init__(self):
         at_least("eval.threads", self.threads, 0)

@@ -116,6 +116,14 @@ class Proposal:
     q: torch.Tensor | Sequence[torch.Tensor] | None = None
     ranked: torch.Tensor | None = None
 
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child down to `node`; none for -1, the root."""
+        found: list[int] = []
+        while node >= 0:
+            found.append(int(self.tokens[node]))
+            node = self.parents[node]
+        return found[::-1]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -153,6 +161,20 @@ class Sampler(Protocol):
     @property
     def greedy(self) -> bool:
         """True where the draft law is the one-hot limit."""
+
+    @property
+    def penalised(self) -> bool:
+        """True where repeated tokens are penalised: logits go through `penalise` before anything else."""
+
+    def penalise(
+        self,
+        logits_MW: torch.Tensor,
+        requests: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        kept_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits, float32 [M, W], less the penalties of the request's text and the draft tokens paths[i]
+        before row i. kept_ids: int64 [W], the columns' target ids, where they are not 0 .. W - 1."""
 
 
 class Drafting(Protocol):

@@ -3,7 +3,8 @@
 import pytest
 
 from spectrain.compose import compose, convert, recipe_names
-from spectrain.config import DecodeRunConfig, EvalConfig, Leniency, RunConfig, TrainConfig
+from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig
+from spectrain.laws import Leniency
 
 
 def quickstart(*words):
@@ -124,6 +125,11 @@ BETAS = "expected two numbers from 0 to below 1"
         ),
         ("eval.runs=[{name: a, top_p: 0}]", "eval.runs.a.top_p=0.0: expected above 0, at most 1"),
         ("eval.runs=[{name: a, top_p: 1.5}]", "eval.runs.a.top_p=1.5: expected above 0, at most 1"),
+        ("eval.runs=[{name: a, min_p: 2}]", "eval.runs.a.min_p=2.0: expected 0.0 to 1.0"),
+        (
+            "eval.runs=[{name: a, presence_penalty: 3}]",
+            "eval.runs.a.presence_penalty=3.0: expected -2.0 to 2.0",
+        ),
         ("regenerate.top_p=0", "regenerate.top_p=0.0: expected above 0, at most 1"),
         ("eval.runs=[{name: a, top_k_filter: -1}]", "eval.runs.a.top_k_filter=-1: expected at least 0"),
         (

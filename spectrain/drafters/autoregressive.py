@@ -1,9 +1,9 @@
 """Grow a proposal token after token: a chain, or a tree (`chosen_trees.py`, `drawn_trees.py`).
 
 For any drafter that gives logits at the root and can step from any node. A chain is drawn from the draft law
-q, or chosen by arg-max where sampling is greedy. With a budget a chain
-ends where more does not pay (`proposal.Budget`), decided before the token in question is drawn, by the
-largest entry of its law. Knows no network and no verification.
+q, or chosen by arg-max where sampling is greedy. With a budget a chain ends where more does not pay
+(`proposal.Budget`), decided before the token in question is drawn, by the largest entry of its law. Penalties
+of the sampler count along each node's path, before anything else. Knows no network and no verification.
 
 Legend: R requests, M nodes of one step, W ids that the drafter knows, V target vocabulary.
 """
@@ -27,7 +27,7 @@ def grow(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler
         return _chains(stepper, requests, plan, sampler)
     if plan.sampled:
         return draw_trees(stepper, requests, plan, sampler)
-    return grow_trees(stepper, requests, plan)
+    return grow_trees(stepper, requests, plan, sampler)
 
 
 @dataclass
@@ -63,6 +63,11 @@ def _chains(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Samp
                 break
             newest = torch.tensor([chain.tokens[-1] for chain in live], device=logits.device)
             logits = stepper.step([requests[chain.row] for chain in live], [slot - 2] * len(live), newest)
+        if sampler.penalised:
+            paths = [chain.tokens for chain in live]
+            logits = sampler.penalise(
+                logits, [requests[chain.row] for chain in live], paths, stepper.kept_ids
+            )
         if plan.ranked:
             for chain, ids in zip(live, likeliest_ids(stepper, logits, plan.ranked)[0], strict=True):
                 chain.ranked.append(ids)

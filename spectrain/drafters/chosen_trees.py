@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from spectrain.drafters.stepper import Stepper, likeliest_ids
-from spectrain.proposal import Plan, Proposal
+from spectrain.proposal import Plan, Proposal, Sampler
 
 
-def grow_trees(stepper: Stepper, requests: Sequence[int], plan: Plan) -> list[Proposal]:
-    """One tree per request by `plan`, dynamic or static; q plays no part but to choose."""
+def grow_trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+    """One tree per request by `plan`, dynamic or static; q plays no part but to choose, the sampler none but
+    to penalise."""
     shape, budget = _Shape(plan, len(stepper.kept_ids)), plan.budget
     proposals: dict[int, Proposal] = {}
     live = list(
@@ -35,7 +36,10 @@ def grow_trees(stepper: Stepper, requests: Sequence[int], plan: Plan) -> list[Pr
     )  # indices of the requests whose trees still grow; pool and ranked follow
     none = np.empty((len(live), 0), np.int64)
     pool = _Pool(none, none.astype(np.float32), none, none, none)
-    ids, logq = likeliest_ids(stepper, stepper.root_logits(requests), max(shape.ranks, plan.ranked))
+    logits = stepper.root_logits(requests)
+    if sampler.penalised:
+        logits = sampler.penalise(logits, requests, [[] for _ in requests], stepper.kept_ids)
+    ids, logq = likeliest_ids(stepper, logits, max(shape.ranks, plan.ranked))
     ranked = ids[:, None]
     ranks = [path[0] for path in shape.paths if len(path) == 1] if shape.static else list(range(shape.ranks))
     pool.extend(ids[:, ranks], logq[:, ranks], np.full((len(live), len(ranks)), -1), 1)
@@ -58,9 +62,8 @@ def grow_trees(stepper: Stepper, requests: Sequence[int], plan: Plan) -> list[Pr
             pool, ranked, expanded, live = pool.select(go), ranked[go], expanded[go], [live[r] for r in go]
             if not live:
                 break
-        ids, logq = _expand(
-            stepper, [requests[i] for i in live], pool, expanded, max(shape.ranks, plan.ranked)
-        )
+        count = max(shape.ranks, plan.ranked)
+        ids, logq = _expand(stepper, [requests[i] for i in live], pool, expanded, count, sampler)
         ranked = np.concatenate((ranked, ids), 1)
         scores = np.take_along_axis(pool.score, expanded, 1)[:, of] + logq[:, of, ranks]
         begin = pool.token.shape[1]
@@ -89,6 +92,14 @@ class _Pool:
         self.parent = np.concatenate((self.parent, parent), 1)
         self.depth = np.concatenate((self.depth, np.full_like(token, depth)), 1)
         self.arrival = np.concatenate((self.arrival, np.full_like(token, -1)), 1)
+
+    def path(self, tree: int, candidate: int) -> list[int]:
+        """Tokens from the root's child down to a candidate."""
+        found: list[int] = []
+        while candidate >= 0:
+            found.append(int(self.token[tree, candidate]))
+            candidate = int(self.parent[tree, candidate])
+        return found[::-1]
 
     def best(self, begin: int, count: int) -> np.ndarray:
         """Numbers [R, F] of the likeliest candidates from `begin` on; ties: shallower, then lower id."""
@@ -139,7 +150,9 @@ class _Shape:
         return np.sort(chosen)
 
 
-def _expand(stepper: Stepper, requests: list[int], pool: _Pool, expanded: np.ndarray, count: int):
+def _expand(
+    stepper: Stepper, requests: list[int], pool: _Pool, expanded: np.ndarray, count: int, sampler: Sampler
+) -> tuple[np.ndarray, np.ndarray]:
     """Run the candidates `expanded` [R, F] of the pool; likeliest ids and log q [R, F, count] below them."""
     R, F = expanded.shape
     parents = np.take_along_axis(pool.parent, expanded, 1)
@@ -150,6 +163,9 @@ def _expand(stepper: Stepper, requests: list[int], pool: _Pool, expanded: np.nda
     tokens = torch.from_numpy(np.take_along_axis(pool.token, expanded, 1).ravel())
     flat = [request for request in requests for _ in range(F)]
     logits = stepper.step(flat, parents.ravel().tolist(), tokens.to(stepper.kept_ids.device))
+    if sampler.penalised:
+        paths = [pool.path(r, int(node)) for r, nodes in enumerate(expanded) for node in nodes]
+        logits = sampler.penalise(logits, flat, paths, stepper.kept_ids)
     ids, logq = likeliest_ids(stepper, logits, count)
     return ids.reshape(R, F, -1), logq.reshape(R, F, -1)
 

@@ -62,6 +62,9 @@ def draw_trees(stepper: Stepper, requests: Sequence[int], plan: Plan, sampler: S
             logits = stepper.step([tree.request for tree, _ in asked], parents, tokens.to(logits.device))
         else:
             break
+        if sampler.penalised:
+            paths = [tree.path(place) for tree, place in asked]
+            logits = sampler.penalise(logits, [tree.request for tree, _ in asked], paths, stepper.kept_ids)
         if plan.ranked:
             for (tree, place), ids in zip(asked, likeliest_ids(stepper, logits, plan.ranked)[0], strict=True):
                 tree.ranked[tree.node[place]] = ids
@@ -85,6 +88,14 @@ class _Drawn:
     parents: list[int] = field(default_factory=list)
     q: list[torch.Tensor] = field(default_factory=list)
     ranked: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def path(self, place: int) -> list[int]:
+        """Tokens from the root's child down to the node at a place of the shape."""
+        node, found = self.node[place], []
+        while node >= 0:
+            found.append(self.tokens[node])
+            node = self.parents[node]
+        return found[::-1]
 
     def proposal(self, ranked: int) -> Proposal:
         unknown = np.full(len(self.ranked[-1]) if ranked else 0, -1)

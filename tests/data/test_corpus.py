@@ -3,7 +3,7 @@ import json
 import pytest
 
 from spectrain.data import corpus
-from spectrain.data.corpus import BadRow, Corpus, corpus_path, parse
+from spectrain.data.corpus import PACKAGED, BadRow, Corpus, corpus_path, parse
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 
@@ -164,16 +164,17 @@ def test_the_id_names_file_and_line():
     assert parse_row(GOOD).id == "file.jsonl:7"
 
 
-def test_quickstart_is_the_file_beside_the_module_from_any_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_packaged_corpus_is_the_file_beside_the_module_from_any_folder(name, tmp_path, monkeypatch):
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
     package.mkdir()
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(corpus, "__file__", str(package / "corpus.py"))
-    with pytest.raises(ValueError, match=r"corpus\.path='quickstart'.*stages=regenerate"):
-        corpus_path("quickstart")
-    (package / "quickstart.jsonl").write_text("")
-    assert corpus_path("quickstart") == package / "quickstart.jsonl"
+    with pytest.raises(ValueError, match=r"corpus\.path='" + name + r"'.*stages=regenerate"):
+        corpus_path(name)
+    (package / f"{name}.jsonl").write_text("")
+    assert corpus_path(name) == package / f"{name}.jsonl"
 
 
 def test_a_missing_file_is_named_with_its_key():

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from spectrain.decode.engine import check_plan, generate
+from spectrain.decode.engine import generate
+from spectrain.decode.plan import check_plan
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.drafters.autoregressive import grow
 from spectrain.proposal import Budget, Plan

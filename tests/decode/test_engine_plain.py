@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from spectrain.decode.engine import clamp, cut, generate
+from spectrain.decode.engine import generate
+from spectrain.decode.plan import clamp
 from spectrain.decode.sampling import Sampling, law
+from spectrain.decode.stops import cut
 from spectrain.proposal import Plan, Proposal
 from spectrain.target import Target, packed_layout
 from spectrain.testing import tiny_llama

@@ -15,7 +15,7 @@ from spectrain.testing import TableStepper
 class Draws:
     """A sampler that draws the last possible id and notes its keys."""
 
-    greedy = False
+    greedy = penalised = False
 
     def __init__(self):
         self.keys = []

@@ -16,7 +16,7 @@ from spectrain.testing import TableStepper
 class Chosen:
     """The greedy sampler."""
 
-    greedy = True
+    greedy, penalised = True, False
 
     def best(self, logits):
         return logits.argmax(-1)
