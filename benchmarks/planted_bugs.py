@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 
+from spectrain import recurrent
 from spectrain.artifacts import write_bytes
 from spectrain.cache import CacheLayout, KVCache
 from spectrain.config import DecodeRunConfig
@@ -158,31 +159,31 @@ class StaleLayout:
 
 
 class StaleCache(KVCache):
-    """written[r]: slots of request r that hold something, rejected draft tokens included."""
+    """filled[r]: slots of request r that hold something, rejected draft tokens included."""
 
     def __init__(self, num_requests: int, capacity: int):
         super().__init__(num_requests, capacity)
-        self.written = [0] * num_requests
+        self.filled = [0] * num_requests
 
     def truncate(self, request: int, length: int) -> None:
         super().truncate(request, length)
-        self.written[request] = length
+        self.filled[request] = length
 
     def grow(self, requests_T: Sequence[int], parents_T: Sequence[int]) -> StaleLayout:  # type: ignore[override]
         held = []
         taken = [c + len(p) for c, p in zip(self.committed, self.pending, strict=True)]
         for row, request in enumerate(requests_T):
-            if taken[request] < self.written[request]:
+            if taken[request] < self.filled[request]:
                 held.append((row, request * self.capacity + taken[request]))
             taken[request] += 1
-        self.written = [max(pair) for pair in zip(self.written, taken, strict=True)]
+        self.filled = [max(pair) for pair in zip(self.filled, taken, strict=True)]
         return StaleLayout(super().grow(requests_T, parents_T), held)
 
 
 @contextmanager
 def stale_cache() -> Iterator[None]:
     """Keys and values of rejected draft tokens stay in the cache, as the text's own."""
-    with mock.patch.object(engine, "KVCache", StaleCache):
+    with mock.patch.object(recurrent, "KVCache", StaleCache):
         yield
 
 

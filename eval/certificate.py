@@ -16,11 +16,12 @@ import torch
 
 from spectrain.config import DecodeRunConfig, EvalConfig
 from spectrain.decode.generation import Generation
+from spectrain.decode.penalties import Penalties, along_text
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.pit import acceptance, serial_correlation, transform, uniformity
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.records import Text
-from spectrain.eval.speed import EngineArm
+from spectrain.eval.speed import EngineArm, sampling_of
 from spectrain.proposal import Drafter
 from spectrain.target import Target, packed_layout
 
@@ -98,7 +99,10 @@ def certify(
     sampled_runs = [run for run in config.runs if run.temperature > 0 and not run.lossy]
     greedy = sampling = None
     if greedy_runs:
-        plans = {(r.proposal, r.length, r.nodes, r.top_k, r.law): r for r in reversed(greedy_runs)}
+        plans = {
+            (r.proposal, r.length, r.nodes, r.top_k, r.law, str((r.paths, r.costs)), _penalties(r)): r
+            for r in reversed(greedy_runs)
+        }
         greedy = greedy_certificate(target, drafter, questions, config, list(plans.values())[::-1])
         greedy["runs"] = [compare_run(target, run, texts[run.name]) for run in greedy_runs]
         greedy["pass"] = greedy["pass"] and not any(run["differences"] for run in greedy["runs"])
@@ -135,22 +139,27 @@ def greedy_certificate(
     differences: list[Difference] = []
     ties: list[dict] = []
     compared = dict.fromkeys((run.name for run in runs), 0)
-    used = plain_tokens = 0
-    progress = progress_bar("certificate, greedy", total=wanted * (1 + len(runs)), unit="token")
-    while used < len(questions) and (used < config.greedy_prompts or plain_tokens < wanted):
+    baselines = {_penalties(run): run for run in reversed(runs)}
+    plain_tokens = dict.fromkeys(baselines, 0)
+    used = 0
+    progress = progress_bar("certificate, greedy", total=wanted * (len(baselines) + len(runs)), unit="token")
+    while used < len(questions) and (used < config.greedy_prompts or min(plain_tokens.values()) < wanted):
         part = questions[used : used + (BATCH if used else config.greedy_prompts)]
         used += len(part)
-        plain = _decode(target, None, part, runs[0], config.greedy_tokens, batch)
-        for question, text in zip(part, plain, strict=True):
-            below = not_argmax(target, question.id, text)
-            ties += [{"run": "plain", **asdict(d)} for d in below if d.is_tie]
-            differences += [d for d in below if not d.is_tie]
-            plain_tokens += len(text.ids)
-        progress.update(sum(len(text.ids) for text in plain))
+        limits = (config.greedy_tokens, batch)
+        plain = {p: _decode(target, None, part, run, *limits) for p, run in baselines.items()}
+        for penalties, texts in plain.items():
+            for question, text in zip(part, texts, strict=True):
+                below = not_argmax(target, question.id, text, penalties=penalties)
+                ties += [{"run": "plain", **asdict(d)} for d in below if d.is_tie]
+                differences += [d for d in below if not d.is_tie]
+                plain_tokens[penalties] += len(text.ids)
+                progress.update(len(text.ids))
         for run in runs:
-            found = _decode(target, drafter, part, run, config.greedy_tokens, batch)
-            for question, text, other in zip(part, plain, found, strict=True):
-                difference = first_difference(target, question.id, text, other)
+            found = _decode(target, drafter, part, run, *limits)
+            penalties = _penalties(run)
+            for question, text, other in zip(part, plain[penalties], found, strict=True):
+                difference = first_difference(target, question.id, text, other, penalties=penalties)
                 compared[run.name] += len(text.ids) if difference is None else difference.place + 1
                 if difference is not None and difference.is_tie:
                     ties.append({"run": run.name, **asdict(difference)})
@@ -167,7 +176,7 @@ def greedy_certificate(
         "ties": ties,
         "margin": MARGIN,
         "plans": [{"proposal": r.proposal, "length": r.length, "tokens": compared[r.name]} for r in runs],
-        "pass": not differences and plain_tokens > 0,
+        "pass": not differences and min(plain_tokens.values()) > 0,
     }
 
 
@@ -175,7 +184,8 @@ def compare_run(target: Target, run: DecodeRunConfig, texts: Sequence[Text]) -> 
     """First differences between the two arms of a finished greedy run, sorted into ties and real ones."""
     found = []
     for text in texts:
-        difference = first_difference(target, text.id, text.plain, text.speculative, dtype=run.dtype)
+        arms = (text.plain, text.speculative)
+        difference = first_difference(target, text.id, *arms, dtype=run.dtype, penalties=_penalties(run))
         found += [] if difference is None else [difference]
     real = [asdict(d) for d in found if not d.is_tie]
     return {
@@ -243,7 +253,7 @@ def examine(target: Target, texts: Sequence[Generation], names: Sequence[str], s
     boundary: list[dict] = []
     for name, text in zip(names, texts, strict=True):
         found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        for first, logits in plain_logits(target, text):
+        for first, logits in plain_logits(target, text, sampling.penalties):
             ids = text.ids[first : first + len(logits)]
             p_MV, v_M = sampling.law(logits), draw(len(ids))
             possible = p_MV[range(len(ids)), list(ids)].cpu().numpy() > 0
@@ -273,18 +283,29 @@ def examine(target: Target, texts: Sequence[Generation], names: Sequence[str], s
     }
 
 
-def plain_logits(target: Target, text: Generation) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first, logits float32 [M, V]) of the places first .. first + M - 1 of a text, from one fresh forward
-    over it."""
+def plain_logits(
+    target: Target, text: Generation, penalties: Penalties | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first, penalised logits float32 [M, V]) of the places first .. first + M - 1 of a text, from one fresh
+    forward over it."""
     ids = torch.tensor([*text.prompt_ids, *text.ids[:-1]], device=target.device)
     positions = torch.arange(len(ids), device=target.device)
     final = target.states(ids, positions, packed_layout((0, len(ids)))).final[len(text.prompt_ids) - 1 :]
     for first in range(0, len(final), CHUNK):
-        yield first, target.logits(final[first : first + CHUNK]).float()
+        logits = target.logits(final[first : first + CHUNK]).float()
+        if penalties is not None:
+            logits = along_text(logits, text.prompt_ids, text.ids, first, penalties)
+        yield first, logits
 
 
 def first_difference(
-    target: Target, name: str, plain: Generation, found: Generation, *, dtype: str = "float32"
+    target: Target,
+    name: str,
+    plain: Generation,
+    found: Generation,
+    *,
+    dtype: str = "float32",
+    penalties: Penalties | None = None,
 ) -> Difference | None:
     """Where a greedy text leaves the plain one, both decoded in `dtype`; None if they are equal."""
     if plain.ids == found.ids:
@@ -293,17 +314,20 @@ def first_difference(
     place = next((i for i in range(shorter) if plain.ids[i] != found.ids[i]), shorter)
     if place == shorter:  # one goes on where the other ends: a wrong stop, which no tie excuses
         return Difference(name, place, -1, -1, math.inf, 0.0)
-    first, logits = next((f, rows) for f, rows in plain_logits(target, plain) if place < f + len(rows))
+    chunks = plain_logits(target, plain, penalties)
+    first, logits = next((f, rows) for f, rows in chunks if place < f + len(rows))
     row, a, b = logits[place - first], plain.ids[place], found.ids[place]
     margin = (row.max() - torch.minimum(row[a], row[b])).item()
     bound = MARGIN if dtype == "float32" else BF16_STEPS * bf16_step(row.abs().max().item())
     return Difference(name, place, a, b, margin, bound)
 
 
-def not_argmax(target: Target, name: str, text: Generation) -> list[Difference]:
+def not_argmax(
+    target: Target, name: str, text: Generation, *, penalties: Penalties | None = None
+) -> list[Difference]:
     """Tokens of a float32 greedy text that lie below the largest logit of the plain forward."""
     wrong = []
-    for first, logits in plain_logits(target, text):
+    for first, logits in plain_logits(target, text, penalties):
         found = torch.tensor(text.ids[first : first + len(logits)], device=logits.device)
         best = logits.max(-1)
         gaps = best.values - logits.gather(-1, found[:, None])[:, 0]
@@ -325,6 +349,10 @@ def near_boundary(logits_V: torch.Tensor, token: int, sampling: Sampling) -> boo
     raised[token] += BOUNDARY * sampling.temperature
     wider = replace(sampling, top_p=min(1.0, sampling.top_p + BOUNDARY))
     return bool(wider.law(raised[None])[0, token] > 0)
+
+
+def _penalties(run: DecodeRunConfig) -> Penalties | None:
+    return sampling_of(run, seed=0).penalties
 
 
 def _decode(

@@ -59,6 +59,16 @@ def write_texts(path: Path, texts: Iterable[Text]) -> None:
     write_bytes(path, "".join(json.dumps(_to_json(text)) + "\n" for text in texts).encode())
 
 
+def write_events(path: Path, texts: Iterable[Text]) -> None:
+    """One JSON line per verification, in the order of the texts (docs/formats.md)."""
+    rows = (
+        {"id": text.id, "turn": text.turn, "round": number, **asdict(event)}
+        for text in texts
+        for number, event in enumerate(text.speculative.events)
+    )
+    write_bytes(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
 def read_texts(path: Path) -> list[Text]:
     """The texts of a finished run; raises ValueError naming file and line when one is damaged."""
     if not path.exists():
@@ -75,7 +85,7 @@ def read_texts(path: Path) -> list[Text]:
 def _to_json(text: Text) -> dict:
     row = asdict(text)
     for arm in ("speculative", "plain"):
-        del row[arm]["orders"]  # kept in memory for the certificate only
+        del row[arm]["orders"], row[arm]["events"]  # the certificate's alone, and a file of their own
     row["speculative"]["rounds"] = [list(asdict(r).values()) for r in text.speculative.rounds]
     return row
 

@@ -23,6 +23,7 @@ from spectrain.eval.report_table import table
 from spectrain.metrics import Counters, Number, after_cut, estimate
 from spectrain.record import open_wandb
 
+FILTERS = ("top_k_filter", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SPEED_UPS = (
     "eta", "eta_model", "eta_leviathan", "eta_limit", "limit_share", "throughput_tok_s"
 )  # fmt: skip
@@ -60,7 +61,9 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         )
     manifest = read_json(evaluation / MANIFEST)
     names = ("recipe", "note", "target", "drafter")
-    if missing := [key for key in (*names, "shapes") if key not in manifest]:
+    missing = [key for key in (*names, "shapes") if key not in manifest]
+    missing = missing or [key for key in ("costs", *FILTERS) if key not in manifest["eval"]["runs"][0]]
+    if missing:
         raise ValueError(
             f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
             "run the eval stage (stages=[eval])"
@@ -135,9 +138,10 @@ def _run(
     for text in texts:
         categories.setdefault(text.category, []).append(text)
     return {
-        **{key: run[key] for key in ("name", "temperature", "top_p", "proposal", "law", "dtype", "batch")},
+        **{key: run[key] for key in ("name", "temperature", *FILTERS, "proposal", "law", "dtype", "batch")},
         "length": run["length"],
-        "nodes": run["nodes"] if run["proposal"] == "tree" else run["length"],
+        "nodes": run["length"] if run["proposal"] == "chain" else run["nodes"],
+        **{key: run[key] for key in ("paths", "adaptive", "costs")},
         **_numbers(texts, run, manifest, reason),
         "categories": {
             name: _numbers(found, run, manifest, reason) for name, found in sorted(categories.items())

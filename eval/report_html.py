@@ -99,6 +99,16 @@ def _label(run: Mapping[str, Any]) -> str:
 
 def _setting(run: Mapping[str, Any]) -> str:
     filters = f", top-p {run['top_p']:g}" if run["top_p"] < 1 else ""
+    off = {
+        "top_k_filter": 0,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+    }
+    for key, value in off.items():
+        if run[key] != value:
+            filters += f", {key.removesuffix('_filter').replace('_', '-')} {run[key]:g}"
     return f"T = {run['temperature']:g}{filters}, {DTYPES[run['dtype']]}, batch {run['batch']}"
 
 

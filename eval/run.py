@@ -2,6 +2,8 @@
 made.
 
     R/eval/runs/NAME/texts.jsonl    one line per text (eval/records.py), manifest.json beside it
+    R/eval/runs/NAME/events.jsonl   one line per verification, with eval.events
+    R/eval/costs/NAME/              manifest.json with the measured costs of an adaptive run
     R/eval/certificate/             certificate.json, manifest.json
     R/eval/manifest.json            the settings, written last
 
@@ -16,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,21 @@ from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
+from spectrain.eval.costs import measure_costs
 from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
-from spectrain.eval.records import Text, read_texts, share, write_texts
+from spectrain.eval.records import Text, read_texts, share, write_events, write_texts
 from spectrain.eval.report import write_report
-from spectrain.eval.speed import Arms, EngineArm
+from spectrain.eval.speed import Arms, EngineArm, sampling_of
 from spectrain.metrics import after_cut, count, ratios
 from spectrain.provenance import provenance
 from spectrain.target import Target
 
 FORM = 2
 """Raise when decoding or the certificate changes what it gives: older results are then not reused."""
+COST_TOKENS = 32
+"""Tokens per prompt that measure the costs of an adaptive run."""
 TURNS = 64
 """Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""
 
@@ -65,6 +70,7 @@ def evaluate(
         target = load_target(dtype)
         drafter = load_drafter(target).to(target.dtype)  # as it is served
         identity = _identity(config, target, drafter)
+        config = _priced(config, dtype, target, drafter, prompts, identity, folder / "costs")
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
             asked = prompts[: runs[0].prompts or None]
             texts |= _decode_runs(config, runs, target, drafter, asked, identity, folder / "runs")
@@ -91,12 +97,49 @@ def evaluate(
         write_report(folder.parent)
 
 
+def _priced(
+    config: RunConfig,
+    dtype: str,
+    target: Target,
+    drafter: Any,
+    prompts: Sequence[Prompt],
+    identity: Mapping[str, Any],
+    folder: Path,
+) -> RunConfig:
+    """The settings with the costs of the adaptive runs of `dtype` filled in: as given, read back or measured.
+
+    They are kept, so that an evaluation that goes on, and its certificate, draft as the first part did.
+    """
+    runs = []
+    for run in config.eval.runs:
+        if run.adaptive and not run.costs and run.dtype == dtype:
+            asked = _questions(config, target, prompts)[: run.batch]
+            limits = (COST_TOKENS, run.batch, config.eval.seed)
+            plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafter))
+
+            def measure(plain=plain, fast=fast, asked=asked) -> dict[str, Any]:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(config.eval.threads or threads)  # as the run decodes
+                costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
+                torch.set_num_threads(threads)
+                return {"costs": costs}
+
+            settings = {"run": asdict(run), "questions": _print(asked), "limits": limits, **identity}
+            settings["threads"] = config.eval.threads
+            reuse_or_run(folder / run.name, settings, measure)
+            run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])
+            log.info("eval: run %s drafts at costs %s", run.name, ", ".join(f"{c:.3f}" for c in run.costs))
+        runs.append(run)
+    return replace(config, eval=replace(config.eval, runs=runs))
+
+
 def decode_held_out(config: RunConfig, target: Target, drafter: Any) -> dict[str, float]:
     """tau, alpha and alpha_k of the headline run's first train.eval_prompts prompts: what training asks for.
 
-    Really decoded, in one batch and in the dtype of `target`; nothing is timed or written.
+    Really decoded, in one batch and in the dtype of `target`; nothing is timed or written, so an adaptive run
+    drafts its full plan here.
     """
-    run = config.eval.runs[0]
+    run = replace(config.eval.runs[0], adaptive=False, costs=[])
     prompts = load_prompts(config.eval.prompts, limit=config.train.eval_prompts)
     arm = EngineArm(target, drafter, run, config.eval.max_new_tokens, len(prompts), config.eval.seed)
     questions = _questions(config, target, prompts)
@@ -165,11 +208,12 @@ def _decode_runs(
     """The texts of runs that share a plain baseline, by name: read back, or decoded together where
     unfinished."""
     limits = (config.eval.max_new_tokens, runs[0].batch, config.eval.seed)
+    events = config.eval.events
     asked: dict[str, Any] = {
         "prompts": [asdict(p) for p in prompts],
         "questions": _print(_questions(config, target, prompts)),
     }
-    asked |= {"limits": limits, "threads": config.eval.threads, **identity}
+    asked |= {"limits": limits, "threads": config.eval.threads, "events": events, **identity}
     settings = {run.name: {"run": asdict(run), **asked} for run in runs}
     pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
     for run in runs:
@@ -181,7 +225,7 @@ def _decode_runs(
         found = decode_in_turns(
             Arms(
                 EngineArm(target, None, runs[0], *limits),
-                [EngineArm(target, drafter, run, *limits) for run in pending],
+                [EngineArm(target, drafter, run, *limits, record_events=events) for run in pending],
             ),
             prompts,
             batch=runs[0].batch,
@@ -194,6 +238,9 @@ def _decode_runs(
         for run, texts in zip(pending, found, strict=True):
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
+            (folder / run.name / "events.jsonl").unlink(missing_ok=True)
+            if events:
+                write_events(folder / run.name / "events.jsonl", texts)
             mine = settings[run.name]
             samples = _samples(target, prompts, texts)
             result = {"seconds": seconds, "samples": samples, "provenance": made}
@@ -223,7 +270,7 @@ def _certify(
         name: fingerprint([[asdict(text.speculative), asdict(text.plain)] for text in found])
         for name, found in texts.items()
     }
-    shaping = {k: v for k, v in asdict(config.eval).items() if k not in ("bootstrap", "limit_gpu")}
+    shaping = {k: v for k, v in asdict(config.eval).items() if k not in ("bootstrap", "limit_gpu", "events")}
     settings = {
         "eval": shaping,
         "questions": _print(questions),
@@ -309,8 +356,8 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
     """Runs of one dtype in groups whose plain decoding is the same."""
     groups: dict[tuple, list[DecodeRunConfig]] = {}
     for run in runs:
-        key = (run.temperature, run.top_k_filter, run.top_p, run.batch, run.prompts)
-        groups.setdefault(key, []).append(run)
+        plain = replace(sampling_of(run, seed=0), draft_temperature=0.0)
+        groups.setdefault((plain, run.batch, run.prompts), []).append(run)
     return list(groups.values())
 
 

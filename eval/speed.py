@@ -14,7 +14,7 @@ from spectrain.config import DecodeRunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
-from spectrain.proposal import Drafter, Plan
+from spectrain.proposal import Budget, Drafter, Plan
 from spectrain.target import Target
 
 UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -33,9 +33,27 @@ class Arm(Protocol):
         """What decoding runs under right now; equal for two arms that may be compared."""
 
 
+def sampling_of(run: DecodeRunConfig, *, seed: int) -> Sampling:
+    """How a run's tokens are chosen."""
+    return Sampling(
+        temperature=run.temperature,
+        top_k=run.top_k_filter,
+        top_p=run.top_p,
+        min_p=run.min_p,
+        repetition_penalty=run.repetition_penalty,
+        presence_penalty=run.presence_penalty,
+        frequency_penalty=run.frequency_penalty,
+        seed=seed,
+        draft_temperature=run.draft_temperature,
+    )
+
+
 @dataclass(frozen=True)
 class EngineArm:
-    """The engine with one run's settings; plain decoding where `drafter` is None."""
+    """The engine with one run's settings; plain decoding where `drafter` is None.
+
+    An adaptive run has its costs filled in.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -44,23 +62,35 @@ class EngineArm:
     batch: int
     seed: int
     record_orders: bool = False
+    record_events: bool = False
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.run.temperature,
-            top_k=self.run.top_k_filter,
-            top_p=self.run.top_p,
-            seed=self.seed,
-            draft_temperature=self.run.draft_temperature,
+        return sampling_of(self.run, seed=self.seed)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What each round drafts; None for plain decoding."""
+        run = self.run
+        if self.drafter is None:
+            return None
+        budget = None
+        if run.adaptive:
+            root, step, node = run.costs
+            budget = Budget(root, step, node)
+        return Plan(
+            shape=run.proposal,
+            length=run.length,
+            nodes=run.nodes,
+            top_k=run.top_k,
+            sampled=run.law == "recursive",
+            paths=tuple(map(tuple, run.paths)),
+            budget=budget,
         )
 
     def decode(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]
     ) -> tuple[list[Generation], list[Timing]]:
-        run = self.run
-        sampled = run.law == "recursive"
-        plan = Plan(run.proposal, run.length, nodes=run.nodes, top_k=run.top_k, sampled=sampled)
         return generate(
             self.target,
             prompts,
@@ -69,11 +99,12 @@ class EngineArm:
             stop_ids=self.target.stop_ids(),
             batch_size=self.batch,
             drafter=self.drafter,
-            plan=None if self.drafter is None else plan,
-            law=run.law,
-            leniency=run.leniency,
+            plan=self.plan,
+            law=self.run.law,
+            leniency=self.run.leniency,
             request_keys=keys,
             record_orders=self.record_orders,
+            record_events=self.record_events,
         )
 
     def conditions(self) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from spectrain.config import Leniency
     from spectrain.decode.generation import Generation
     from spectrain.decode.sampling import Sampling
+    from spectrain.laws import Leniency
     from spectrain.proposal import Drafter, Plan
     from spectrain.target import Target
 
@@ -28,6 +28,7 @@ def generate(
     law: str | None = None,
     leniency: Leniency | None = None,
     batch_size: int = 1,
+    stop_strings: Sequence[str] = (),
 ) -> list[Generation]:
     """Decode prompts with a drafter (None: plain decoding), losslessly unless a lossy law is asked for, and
     return one Generation each, text included.
@@ -35,52 +36,68 @@ def generate(
     target: a loaded target, or a folder, hub id or "smollm2". drafter: a loaded one, or the folder of a
     checkpoint or run. A prompt is a list of messages ({"role", "content"}) or the text of one user message.
     sampling: greedy by default; plan: a chain of 5 draft tokens by default. law: of verification, by default
-    `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these keep the
-    target's own law, as does `block`. The lossy `typical` and `thresholds`, to be set by `leniency`, mark
-    their texts lossless=False. Raises ValueError for prompts and settings that do not fit.
+    `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these and `block`
+    keep the target's own law. The lossy `typical` and `thresholds`, to be set by `leniency`, mark their texts
+    lossless=False. stop_strings: a text ends with the first that it contains (special tokens are no part of
+    it). Raises ValueError for prompts and settings that do not fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
     from dataclasses import replace
     from pathlib import Path
 
-    from spectrain.config import Leniency, TargetConfig
+    from spectrain.config import TargetConfig
     from spectrain.decode.engine import generate as decode
     from spectrain.decode.sampling import Sampling
     from spectrain.eval.prompts import render
+    from spectrain.laws import Leniency
     from spectrain.proposal import Plan
     from spectrain.target import load_target
 
     if isinstance(target, (str, Path)):
         target = load_target(TargetConfig(path=str(target)))
-    network: Drafter | None
-    if isinstance(drafter, (str, Path)):
-        from spectrain.checkpoint import load_drafter
-
-        network = load_drafter(Path(drafter), target).to(target.dtype)
-    else:
-        network = drafter
+    network = _load(drafter, target) if isinstance(drafter, (str, Path)) else drafter
     if network is not None and plan is None:
         plan = Plan(shape="chain", length=5)
-    if law is None:
-        law = "recursive" if plan is not None and plan.sampled else "target_only"
-        law = "rejection" if plan is not None and plan.shape == "chain" else law
     if target.tokenizer is None:
         raise ValueError("target: it has no tokenizer, so spectrain.generate cannot read texts")
-    as_chat = [
-        [{"role": "user", "content": p}] if isinstance(p, str) else list(map(dict, p)) for p in prompts
-    ]
     found, _ = decode(
         target,
-        [render(target.tokenizer, chat, {}) for chat in as_chat],
-        sampling=Sampling() if sampling is None else sampling,
+        [render(target.tokenizer, _messages(prompt), {}) for prompt in prompts],
+        sampling=sampling or Sampling(),
         max_new_tokens=max_new_tokens,
         stop_ids=target.stop_ids(),
+        stop_strings=stop_strings,
         batch_size=batch_size,
         drafter=network,
         plan=plan,
-        law=law,
-        leniency=Leniency() if leniency is None else leniency,
+        law=_law_of(plan) if law is None else law,
+        leniency=leniency or Leniency(),
     )
-    texts = target.tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
+    texts = _texts(target.tokenizer, found, stop_strings)
     return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
+
+
+def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
+
+
+def _law_of(plan: Plan | None) -> str:
+    if plan is not None and plan.shape == "chain":
+        return "rejection"
+    return "recursive" if plan is not None and plan.sampled else "target_only"
+
+
+def _texts(tokenizer, found: Sequence[Generation], stop_strings: Sequence[str]) -> list[str]:
+    from spectrain.decode.stops import StopStrings
+
+    texts = tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
+    return list(map(StopStrings(stop_strings, tokenizer).cut, texts)) if stop_strings else texts
+
+
+def _load(folder: str | Path, target: Target) -> Drafter:
+    from pathlib import Path
+
+    from spectrain.checkpoint import load_drafter
+
+    return load_drafter(Path(folder), target).to(target.dtype)

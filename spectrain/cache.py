@@ -41,13 +41,15 @@ class _Group:
 class KVCache:
     """Slots for `num_requests` requests of at most `capacity` tokens, uncommitted nodes included.
 
-    committed[r]: tokens of request r; pending[r]: parents of its uncommitted nodes. Layers are allocated at
-    their first use, in the dtype and on the device of the keys.
+    committed[r]: tokens of request r; pending[r]: parents of its uncommitted nodes. written[r]: how many of
+    its leading slots hold numbers; memory behind them is never read. Layers are allocated at their first use,
+    in the dtype and on the device of the keys; each call runs all of them.
     """
 
     def __init__(self, num_requests: int, capacity: int):
         self.num_requests, self.capacity = num_requests, capacity
         self.committed = [0] * num_requests
+        self.written = [0] * num_requests
         self.pending: list[list[int]] = [[] for _ in range(num_requests)]
         self._depths: list[list[int]] = [[] for _ in range(num_requests)]
         self._is_chain = [True] * num_requests
@@ -125,11 +127,11 @@ class KVCache:
         self.pending[request], self._depths[request], self._is_chain[request] = [], [], True
 
     def layer(self, layer: int, like_GTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [requests, capacity, G, K]; zeros at first, since masked slots must be finite."""
+        """Keys and values [requests, capacity, G, K], not initialised."""
         if layer not in self.layers:
             G, _, K = like_GTK.shape
             shape = (self.num_requests, self.capacity, G, K)
-            self.layers[layer] = (like_GTK.new_zeros(shape), like_GTK.new_zeros(shape))
+            self.layers[layer] = (like_GTK.new_empty(shape), like_GTK.new_empty(shape))
         return self.layers[layer]
 
 
@@ -149,6 +151,7 @@ class CacheLayout:
         self._positions = positions
         self._groups = self._grouped(runs)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._blank: torch.Tensor | None = None
 
     def _grouped(self, runs: list[list[int]]) -> list[_Group]:
         cache, start = self.cache, 0
@@ -168,9 +171,13 @@ class CacheLayout:
     def attend(self, layer, q_HTK, k_GTK, v_GTK, *, scale, window, softcap, sinks_H):
         """Write the new keys and values to their slots, then attend (see `spectrain.target.Layout`)."""
         keys, values = self.cache.layer(layer, k_GTK)
-        self._slots = self._slots.to(keys.device)
+        if self._blank is None:
+            self._slots = self._slots.to(keys.device)
+            self._blank = self._unwritten().to(keys.device)
         for cached, new in ((keys, k_GTK), (values, v_GTK)):
             rows = cached.flatten(0, 1)
+            if len(self._blank):
+                rows.index_fill_(0, self._blank, 0)
             if self._run is not None:
                 rows[self._run] = new.transpose(0, 1)
             else:
@@ -178,6 +185,24 @@ class CacheLayout:
         forms = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
         out = [self._attend_group(i, q_HTK, keys, values, window, forms) for i in range(len(self._groups))]
         return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def calls(self, ids_T, positions_T):
+        raise AssertionError("a target with recurrent layers needs a RecurrentCache (see target_cache)")
+
+    def _unwritten(self) -> torch.Tensor:
+        """Slots in the key range of a group that hold no numbers yet; marks them and the new ones as written.
+
+        A masked key has weight 0, and 0 * NaN is NaN. Rejected and former tokens are numbers, so that each
+        slot is cleared at most once, not in every call.
+        """
+        cache = self.cache
+        blank: list[int] = []
+        for group in self._groups:
+            for r in range(group.first, group.first + group.size):
+                first = max(cache.written[r], cache.committed[r] + len(cache.pending[r]))
+                blank += range(r * cache.capacity + first, r * cache.capacity + group.keys)
+                cache.written[r] = max(first, group.keys)
+        return torch.tensor(blank, dtype=torch.int64)
 
     def _attend_group(self, index: int, q_HTK, keys, values, window, forms) -> torch.Tensor:
         """Output [H, size * new, K] of one group."""

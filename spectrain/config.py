@@ -6,12 +6,11 @@ Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overr
 from dataclasses import dataclass, field
 from typing import Any
 
+from spectrain.laws import LAWS, LOSSY_LAWS, Leniency, check_law
+from spectrain.trees import check_paths
+
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate",)
-CHAIN_LAWS = ("rejection", "block")
-LOSSY_LAWS = ("typical", "thresholds")
-TREE_LAWS = ("target_only", "recursive", *LOSSY_LAWS)
-LAWS = CHAIN_LAWS + TREE_LAWS
 
 
 def choose(key: str, value: object, allowed: tuple) -> None:
@@ -37,14 +36,6 @@ def above_zero(key: str, value: float, high: float = float("inf")) -> None:
     if not 0 < value <= high:
         most = "" if high == float("inf") else f", at most {high:g}"
         raise ValueError(f"{key}={value!r}: expected above 0{most}")
-
-
-def check_law(key: str, law: str, shape: str) -> None:
-    """Raise ValueError naming `key` unless `law` verifies proposals of `shape` ("chain" or "tree")."""
-    if shape == "tree" and law in CHAIN_LAWS:
-        raise ValueError(f"{key}={law}: verifies chains only, expected {' or '.join(TREE_LAWS)} for a tree")
-    if shape == "chain" and law == "recursive":
-        raise ValueError(f"{key}={law}: a chain has no siblings, expected rejection, block or a tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,50 +172,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leniency:
-    """How much more than the target's law a lossy law accepts."""
-
-    epsilon: float = 0.09
-    """typical: a token is accepted where p > min(epsilon, delta * exp(-entropy of p))."""
-    delta: float = 0.3
-    threshold_single: float = 1.0
-    """thresholds: a token of this probability or more is accepted for certain."""
-    threshold_acc: float = 1.0
-    """thresholds: the acceptance of a level's first tokens together is divided by this."""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            above_zero(f"leniency.{name}", value, 1.0)
-
-    def of(self, law: str) -> dict[str, float]:
-        """The settings that `law` reads, by name; none for a lossless one."""
-        read = {"typical": ("epsilon", "delta"), "thresholds": ("threshold_single", "threshold_acc")}
-        return {name: vars(self)[name] for name in read.get(law, ())}
-
-    def check(self, law: str, key: str) -> None:
-        """Raise ValueError naming `key` for settings without effect on `law`, and for thresholds that are
-        not lossy."""
-        default, mine = vars(Leniency()), self.of(law)
-        for name, value in vars(self).items():
-            if name not in mine and value != default[name]:
-                raise ValueError(f"{key}.{name}={value!r}: has no effect on law {law}, expected no value")
-        if law == "thresholds" and self.threshold_single == self.threshold_acc == 1:
-            raise ValueError(f"{key}: thresholds of 1 are law target_only, expected one below 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecodeRunConfig:
     """One run of the evaluation: every prompt decoded once with these settings, beside the plain baseline."""
 
     name: str
     proposal: str = "chain"
-    """chain or tree."""
+    """chain, tree (grown where the drafter is surest), or static (the tree of `paths`)."""
     length: int = 5
-    """Draft tokens of a chain; depth of a tree."""
+    """Draft tokens of a chain; depth of a tree; of a static one its paths say."""
     nodes: int = 24
-    """Draft tokens of a tree."""
+    """Draft tokens of a tree; of a static one its paths say."""
     top_k: int = 8
     """Children per expanded node of a tree."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Nodes of a static tree, each the ranks from the root to it: [[0], [1], [0, 0]] (spectrain/trees.py)."""
+    adaptive: bool = False
+    """Draft less where the drafter's confidence says that more does not pay."""
+    costs: list[float] = field(default_factory=list)
+    """Prices for `adaptive` in plain steps: [a round that drafts nothing, a draft step, a token to verify];
+    empty: measured when the evaluation starts."""
     law: str = "rejection"
     """rejection or block (chain), target_only (any tree), recursive (a tree drawn without replacement), or
     the lossy typical and thresholds (both shapes); at temperature 0 all are the greedy limit."""
@@ -233,6 +199,14 @@ class DecodeRunConfig:
     temperature: float = 0.0
     top_k_filter: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Least share of the largest probability, after the other filters; 0: off."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or text; 1: off. This and the next two: formulas in docs/math.md."""
+    presence_penalty: float = 0.0
+    """Of tokens in the text, once; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Of tokens in the text, per occurrence; -2 to 2."""
     draft_temperature: float = 0.0
     """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
     dtype: str = "bfloat16"
@@ -243,7 +217,7 @@ class DecodeRunConfig:
     def __post_init__(self):
         key = f"eval.runs.{self.name}"
         at_least(f"{key}.prompts", self.prompts, 0)
-        choose(f"{key}.proposal", self.proposal, ("chain", "tree"))
+        choose(f"{key}.proposal", self.proposal, ("chain", "tree", "static"))
         choose(f"{key}.law", self.law, LAWS)
         choose(f"{key}.dtype", self.dtype, ("float32", "bfloat16"))
         at_least(f"{key}.length", self.length, 1)
@@ -256,18 +230,48 @@ class DecodeRunConfig:
             )
         at_least(f"{key}.top_k_filter", self.top_k_filter, 0)
         above_zero(f"{key}.top_p", self.top_p, 1.0)
+        within(f"{key}.min_p", self.min_p, 0.0, 1.0)
+        above_zero(f"{key}.repetition_penalty", self.repetition_penalty)
+        within(f"{key}.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        within(f"{key}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
         check_law(f"{key}.law", self.law, self.proposal)
+        if self.law == "recursive" and self.adaptive:
+            raise ValueError(f"{key}.adaptive=True: law recursive draws its tree in full, expected False")
         self.leniency.check(self.law, f"{key}.leniency")
         if self.lossy and self.temperature == 0:
             raise ValueError(f"{key}.law={self.law}: has no effect at temperature 0, expected a lossless law")
+        self._derive_static(key)
+        self._check_costs(key)
 
     @property
     def lossy(self) -> bool:
         """Whether the text is not the target's own, by the law's design."""
         return self.law in LOSSY_LAWS
+
+    def _derive_static(self, key: str) -> None:
+        """Length and nodes of a static tree from its paths, which no other proposal has."""
+        if self.proposal != "static":
+            if self.paths:
+                raise ValueError(f"{key}.paths: no effect with proposal={self.proposal}; expected []")
+            return
+        paths = check_paths(f"{key}.paths", self.paths)
+        for name, derived in (("length", len(paths[-1])), ("nodes", len(paths))):
+            if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, derived):
+                raise ValueError(f"{key}.{name}={getattr(self, name)}: the paths say {derived}; leave it out")
+            object.__setattr__(self, name, derived)
+
+    def _check_costs(self, key: str) -> None:
+        if self.costs and not self.adaptive:
+            raise ValueError(f"{key}.costs={self.costs}: no effect without adaptive; expected []")
+        good = len(self.costs) in (0, 3) and all(0 <= c < float("inf") for c in self.costs)
+        if not good or self.costs[:1] == [0.0]:
+            raise ValueError(
+                f"{key}.costs={self.costs}: expected [], or [root, step, node] with root above 0 and no "
+                "other below 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +295,8 @@ class EvalConfig:
     seed: int = 0
     threads: int = 0
     """CPU threads of both arms while decoding; 0: as the process has. The report names them."""
+    events: bool = False
+    """Write every verification of every run to eval/runs/NAME/events.jsonl (docs/formats.md)."""
 
     def __post_init__(self):
         at_least("eval.threads", self.threads, 0)

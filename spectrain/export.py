@@ -172,7 +172,7 @@ def model_card(config: RunConfig, target: Target, drafter, run_dir: Path) -> str
 class _Recorder:
     """A sampler that keeps the logits it is shown and draws their arg-max."""
 
-    greedy = False
+    greedy = penalised = False
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
@@ -193,6 +193,9 @@ class _Recorder:
         slots: Sequence[int],
     ) -> list[int]:
         return self.best(law_MV).tolist()
+
+    def penalise(self, logits_MW: torch.Tensor, requests, paths, kept_ids=None) -> torch.Tensor:
+        return logits_MW
 
 
 @torch.no_grad()

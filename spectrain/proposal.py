@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from spectrain.trees import Paths, check_paths
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -29,21 +31,71 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The price of drafting, in time units of one plain target step.
+
+    root: a round without draft tokens; step: one sequential draft step; node: one more token to verify.
+    rates: for each request of a `propose` call the tokens per unit that decoding earns without the node in
+    question; the engine fills it in from earlier rounds. A node that is accepted with probability s (its
+    survival: the product of the drafter's confidences along its path) raises tokens per second iff
+    s > rate * cost (the derivative of a ratio of sums; docs/math.md).
+
+    With draws (`rejection`, `block` above temperature 0) the decision on slot k may use what was known before
+    its token was drawn: confidences are then the largest entry of each law, never the drawn token's own.
+    """
+
+    root: float
+    step: float
+    node: float
+    rates: tuple[float, ...] = ()
+
+    def rate(self, *, tokens: int, rounds: int, steps: int, nodes: int) -> float:
+        """Tokens per unit of one request so far, one plain step (1 token, 1 unit) counted in."""
+        return (1 + tokens) / (1 + self.root * rounds + self.step * steps + self.node * nodes)
+
+    def keeps(self, request: int, survival: float) -> bool:
+        """Whether a node pays for its verification; request: index into `rates`."""
+        return survival > self.rates[request] * self.node
+
+    def steps_on(self, request: int, survivals: Sequence[float], depth: int) -> bool:
+        """Whether one more draft step pays for itself and for what it adds.
+
+        survivals: of the nodes at `depth` that it would expand. Each is taken to have one child as likely as
+        its ancestors were on average; a node at depth 2 with survival 0.64 promises one of 0.64 * 0.8.
+        """
+        rate = self.rates[request]
+        gains = [s ** ((depth + 1) / depth) - rate * self.node for s in survivals]
+        return sum(gain for gain in gains if gain > 0) > rate * self.step
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How much to draft: a chain of `length`, or a tree of `nodes` tokens grown `length` deep with `top_k`
-    children each.
+    """How much to draft: a chain of `length`, a tree of `nodes` tokens grown `length` deep with `top_k`
+    children each, or the static tree `paths` (`spectrain.trees`) down to depth `length`.
 
     sampled: a tree whose siblings are drawn from q without replacement, at most `top_k` of them, in a shape
     that looks at no drawn token; else its nodes are chosen. A chain is drawn whenever sampling is not greedy.
-    ranked: ids per row that `Proposal.ranked` should hold; 0: it is not needed.
+    budget: draft less where more does not pay; None: always as much as the plan says. ranked: ids per row
+    that `Proposal.ranked` should hold; 0: it is not needed. Raises ValueError for paths that are no tree.
     """
 
-    shape: str  # "chain" or "tree"
+    shape: str  # "chain", "tree" or "static"
     length: int
     nodes: int = 0
     top_k: int = 0
     sampled: bool = False
+    paths: Paths = ()
+    budget: Budget | None = None
     ranked: int = 0
+
+    def __post_init__(self):
+        if self.shape == "static":
+            object.__setattr__(self, "paths", check_paths("plan.paths", self.paths))
+
+    @property
+    def room(self) -> int:
+        """Most nodes that drafting or verifying one proposal needs a place for."""
+        return max(self.length, self.nodes, self.top_k * self.length, len(self.paths))
 
 
 @dataclass(frozen=True)
@@ -63,6 +115,14 @@ class Proposal:
     parents: tuple[int, ...]
     q: torch.Tensor | Sequence[torch.Tensor] | None = None
     ranked: torch.Tensor | None = None
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root's child down to `node`; none for -1, the root."""
+        found: list[int] = []
+        while node >= 0:
+            found.append(int(self.tokens[node]))
+            node = self.parents[node]
+        return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -101,6 +161,20 @@ class Sampler(Protocol):
     @property
     def greedy(self) -> bool:
         """True where the draft law is the one-hot limit."""
+
+    @property
+    def penalised(self) -> bool:
+        """True where repeated tokens are penalised: logits go through `penalise` before anything else."""
+
+    def penalise(
+        self,
+        logits_MW: torch.Tensor,
+        requests: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        kept_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits, float32 [M, W], less the penalties of the request's text and the draft tokens paths[i]
+        before row i. kept_ids: int64 [W], the columns' target ids, where they are not 0 .. W - 1."""
 
 
 class Drafting(Protocol):

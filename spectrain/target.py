@@ -10,7 +10,7 @@ dim.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.config import TargetConfig
+from spectrain.target_kinds import cache_keyword, layer_kinds
 
 ATTENTION = "spectrain"
 
@@ -41,6 +42,22 @@ class Layout(Protocol):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention output [H, T, K] of one layer. window: keys at distance >= window are unseen."""
+
+    def calls(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> Iterator["Call"]:
+        """The row cut into documents or requests, each in a call of its own, for targets with recurrent
+        layers: these know no layout and mix whatever lies in one row."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of the decoder. state: the recurrent layers' cache, None where nothing is kept; replayed: how
+    many leading rows are run again for the state alone."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    layout: Layout
+    state: Any = None
+    replayed: int = 0
 
 
 def _attention(module, query, key, value, attention_mask, *, scaling, layout: Layout, **kwargs):
@@ -83,6 +100,8 @@ class Target:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: Any = model.get_output_embeddings()
         self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+        self.recurrent, self.attention_layers = layer_kinds(self.config, path or type(model).__name__)
+        self._cache_keyword = cache_keyword(self.decoder)
 
     @property
     def num_layers(self) -> int:
@@ -110,24 +129,41 @@ class Target:
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, *, taps: Sequence[int] = ()
     ) -> TargetStates:
         """Run the decoder on one flat row and return the states at the layer ids `taps` and after the final
-        norm."""
+        norm.
+
+        A target with recurrent layers runs each document or request of the row in a call of its own.
+        """
+        row = layout.calls(ids_T, positions_T) if self.recurrent else [Call(ids_T, positions_T, layout)]
+        parts = [self._run(call, taps) for call in row]
+        if len(parts) == 1:
+            return parts[0]
+        return TargetStates(
+            taps=torch.cat([part.taps for part in parts]), final=torch.cat([part.final for part in parts])
+        )
+
+    def _run(self, call: Call, taps: Sequence[int]) -> TargetStates:
         found: dict[int, torch.Tensor] = {}
 
         def keep(k: int):
             def hook(module, args, output):
-                found[k] = (output[0] if isinstance(output, tuple) else output)[0]
+                found[k] = (output[0] if isinstance(output, tuple) else output)[0, call.replayed :]
 
             return hook
 
         handles = [self.layers[k].register_forward_hook(keep(k)) for k in taps]
+        kept = {} if call.state is None else {self._cache_keyword: call.state}
         try:
             out = self.decoder(
-                input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
+                input_ids=call.ids[None],
+                position_ids=call.positions[None],
+                use_cache=call.state is not None,
+                layout=call.layout,
+                **kept,
             )
         finally:
             for handle in handles:
                 handle.remove()
-        final = out.last_hidden_state[0]
+        final = out.last_hidden_state[0, call.replayed :]
         stacked = (
             torch.stack([found[k] for k in taps], 1)
             if taps
@@ -314,3 +350,7 @@ class packed_layout:
                 scale=scale, window=window, softcap=softcap, sinks_H=sinks_H,
             )  # fmt: skip
         return out
+
+    def calls(self, ids_T, positions_T):
+        for a, b in zip(self.offsets, self.offsets[1:], strict=False):
+            yield Call(ids_T[a:b], positions_T[a:b], packed_layout((0, b - a)))

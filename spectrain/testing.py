@@ -3,6 +3,7 @@
 Knows nothing of training or decoding. In `byte_tokenizer` one byte is one token, its id the byte's value.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -274,3 +275,93 @@ class BigramDrafting:
 
     def _ranked(self, tokens: list[int]) -> torch.Tensor:
         return self.logits_VV[tokens].sort(descending=True, stable=True).indices[:, :20]
+
+
+class TableStepper:
+    """A drafter for `drafters.autoregressive.grow` whose logits are written down by path, the tokens from the
+    root's child on; unknown paths get the logits of (). calls: what it was asked to step."""
+
+    def __init__(self, table, *, kept_ids=None, vocab_size=None):
+        self.table = {path: torch.tensor(logits) for path, logits in table.items()}
+        width = len(next(iter(table.values())))
+        self.kept_ids = torch.arange(width) if kept_ids is None else torch.tensor(kept_ids)
+        self.vocab_size = vocab_size or width
+        self.nodes, self.calls = {}, []
+
+    def root_positions(self, requests):
+        return [10 + request for request in requests]
+
+    def root_logits(self, requests):
+        self.nodes = {request: [] for request in requests}
+        return torch.stack([self.table[()]] * len(requests))
+
+    def step(self, requests, parents, tokens):
+        assert len(requests) == len(parents) == len(tokens)
+        self.calls.append((list(requests), list(parents), tokens.tolist()))
+        rows = []
+        for request, parent, token in zip(requests, parents, tokens.tolist(), strict=True):
+            before = () if parent < 0 else self.nodes[request][parent]
+            self.nodes[request].append((*before, token))
+            rows.append(self.table.get((*before, token), self.table[()]))
+        return torch.stack(rows)
+
+
+class LawStepper:
+    """A drafter for `drafters.autoregressive.grow` of one request with the text `text`; q(text): the law
+    float32 [V] of the token behind a text."""
+
+    def __init__(self, q: Callable[[tuple[int, ...]], torch.Tensor], text: tuple[int, ...]):
+        self.q, self.text, self.vocab_size = q, text, len(q(text))
+        self.kept_ids = torch.arange(self.vocab_size)
+        self.nodes: list[tuple[int, ...]] = []
+
+    def root_positions(self, requests) -> list[int]:
+        return [len(self.text)]
+
+    def root_logits(self, requests) -> torch.Tensor:
+        return self.q(self.text).log()[None]
+
+    def step(self, requests, parents, tokens) -> torch.Tensor:
+        rows = []
+        for parent, token in zip(parents, tokens.tolist(), strict=True):
+            self.nodes.append((*(self.text if parent < 0 else self.nodes[parent]), token))
+            rows.append(self.q(self.nodes[-1]).log())
+        return torch.stack(rows)
+
+
+class KnowingDrafter:
+    """Knows the whole text (prompt and answer) of each request and is right as often as it is told.
+
+    right(n): how many draft tokens behind a root at position n are right. A chain holds them and then wrong
+    tokens; a tree holds at each depth a wrong token in front of the chain's, both behind the chain's last.
+    """
+
+    taps = (0,)
+
+    def __init__(self, texts: list[list[int]], right, vocab: int):
+        self.texts, self.right, self.vocab, self.steps = texts, right, vocab, 0
+        self.known: dict[int, list[int]] = {}  # tokens 1 .. root of each request
+
+    def start(self, num_requests, capacity):
+        return self
+
+    def observe(self, observations):
+        for seen in observations:
+            old = [] if seen.start == 0 else self.known[seen.request]
+            assert len(old) == seen.start and len(seen.taps) == len(seen.final) == len(seen.next_ids)
+            self.known[seen.request] = [*old, *seen.next_ids.tolist()]
+
+    def propose(self, requests, plan, sampler):
+        return [self._proposal(self.known[request], plan) for request in requests]
+
+    def _proposal(self, known, plan) -> Proposal:
+        n = len(known)
+        text = next(text for text in self.texts if text[1 : n + 1] == known)
+        ahead = (text[n + 1 :] + [0] * plan.length)[: plan.length]
+        spoiled = [token + (depth >= self.right(n)) for depth, token in enumerate(ahead)]
+        if plan.shape == "chain":
+            tokens, parents = spoiled, list(range(-1, plan.length - 1))
+        else:
+            tokens = [token for right in spoiled for token in (right + 1, right)]
+            parents = [2 * depth - 1 for depth in range(plan.length) for _ in range(2)]
+        return Proposal(torch.tensor(tokens) % self.vocab, tuple(parents))

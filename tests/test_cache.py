@@ -59,11 +59,12 @@ def recomputed(target, ids):
 
 
 def poison(cache):
-    """Ruin every slot that holds no text. Not with NaN: a masked slot may be multiplied by 0."""
+    """NaN in every slot that holds no text, rejected nodes included, as in memory that nobody wrote."""
     for keys, values in cache.layers.values():
         for request in range(cache.num_requests):
-            keys[request, cache.committed[request] :] = 1e4
-            values[request, cache.committed[request] :] = -1e4
+            keys[request, cache.committed[request] :] = float("nan")
+            values[request, cache.committed[request] :] = float("nan")
+    cache.written = list(cache.committed)
 
 
 def tree(nodes, generator):

@@ -3,7 +3,8 @@
 import pytest
 
 from spectrain.compose import compose, convert, recipe_names
-from spectrain.config import DecodeRunConfig, EvalConfig, Leniency, RunConfig, TrainConfig
+from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig
+from spectrain.laws import Leniency
 
 
 def quickstart(*words):
@@ -124,6 +125,11 @@ BETAS = "expected two numbers from 0 to below 1"
         ),
         ("eval.runs=[{name: a, top_p: 0}]", "eval.runs.a.top_p=0.0: expected above 0, at most 1"),
         ("eval.runs=[{name: a, top_p: 1.5}]", "eval.runs.a.top_p=1.5: expected above 0, at most 1"),
+        ("eval.runs=[{name: a, min_p: 2}]", "eval.runs.a.min_p=2.0: expected 0.0 to 1.0"),
+        (
+            "eval.runs=[{name: a, presence_penalty: 3}]",
+            "eval.runs.a.presence_penalty=3.0: expected -2.0 to 2.0",
+        ),
         ("regenerate.top_p=0", "regenerate.top_p=0.0: expected above 0, at most 1"),
         ("eval.runs=[{name: a, top_k_filter: -1}]", "eval.runs.a.top_k_filter=-1: expected at least 0"),
         (
@@ -219,6 +225,53 @@ def test_leniency_is_set_from_the_command_line():
         "threshold_single": 1.0,
         "threshold_acc": 0.5,
     }
+
+
+def test_a_static_tree_says_its_own_length_and_nodes():
+    run = DecodeRunConfig(name="s", proposal="static", law="target_only", paths=[[0], [1], [0, 0]])
+    assert (run.length, run.nodes) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"paths": [[0]]}, "^eval.runs.a.paths: no effect with proposal=chain"),
+        ({"proposal": "static", "law": "target_only"}, r"^eval.runs.a.paths=\[\]: expected at least one"),
+        ({"proposal": "static", "paths": [[0]]}, "^eval.runs.a.law=rejection: verifies chains only"),
+        (
+            {"proposal": "static", "paths": [[0]], "law": "block"},
+            "^eval.runs.a.law=block: verifies chains only",
+        ),
+        (
+            {"proposal": "static", "paths": [[0]], "law": "recursive"},
+            "^eval.runs.a.law=recursive: needs drawn siblings, a static tree's are chosen; expected a tree$",
+        ),
+        (
+            {"proposal": "tree", "law": "recursive", "adaptive": True},
+            "^eval.runs.a.adaptive=True: law recursive draws its tree in full, expected False$",
+        ),
+        (
+            {"proposal": "static", "law": "target_only", "paths": [[0], [1, 1]]},
+            r"^eval.runs.a.paths: path \[1, 1\] needs its parent \[1\] in the tree",
+        ),
+        (
+            {"proposal": "static", "law": "target_only", "paths": [[0]], "length": 3},
+            "^eval.runs.a.length=3: the paths say 1; leave it out",
+        ),
+        ({"costs": [1.0, 0.1, 0.1]}, "^eval.runs.a.costs=.*: no effect without adaptive"),
+        ({"adaptive": True, "costs": [1.0, 0.1]}, r"^eval.runs.a.costs=\[1.0, 0.1\]: expected \[\], or "),
+        ({"adaptive": True, "costs": [0.0, 0.1, 0.1]}, "^eval.runs.a.costs=.*root above 0"),
+    ],
+)
+def test_settings_of_trees_and_budgets_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeRunConfig(name="a", **settings)
+
+
+def test_paths_and_costs_come_from_the_command_line():
+    words = "eval.runs=[{name: a, proposal: static, law: target_only, paths: [[0],[0,1]], adaptive: true}]"
+    (run,) = quickstart(words).eval.runs
+    assert (run.paths, run.adaptive, run.costs, run.length) == ([[0], [0, 1]], True, [], 2)
 
 
 def test_whole_numbers_serve_as_floats_but_truth_values_do_not():

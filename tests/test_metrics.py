@@ -53,6 +53,26 @@ def test_acceptance_numbers_of_four_steps():
     np.testing.assert_allclose(found["joint_k"], [0.75, 0.5, 0.5, 0.25], rtol=1e-12)
 
 
+def test_numbers_stay_right_where_rounds_draft_different_lengths():
+    """Lengths 0, 1, 4, 2, 3 with 0, 1, 2, 0 and 3 accepted; the last loses its bonus and its third draft to a
+    stop. Slot 0 is reached by the four rounds that drafted, slot 1 by two, slot 2 by one, slot 3 by none."""
+    rounds = [
+        chain_round(0, 0),
+        chain_round(1, 1, alpha=0.9),
+        chain_round(2, 4, alpha=0.6),
+        chain_round(0, 2, alpha=0.2),
+        chain_round(3, 3, keep=2, alpha=0.7),
+    ]
+    found = numbers([rounds])
+    assert found["tau"] == (1 + 2 + 3 + 1 + 2) / 5
+    np.testing.assert_allclose(found["alpha_k"], [3 / 4, 2 / 2, 0 / 1, np.nan], rtol=1e-12)
+    np.testing.assert_allclose(found["joint_k"], [3 / 5, 2 / 5, 0, 0], rtol=1e-12)
+    assert found["tau"] == pytest.approx(1 + found["joint_k"].sum() - 1 / 5, rel=1e-12)
+    assert found["alpha"] == pytest.approx((0.9 + 3 * 0.6 + 0.2 + 2 * 0.7) / 7, rel=1e-12)
+    assert found["alpha_empirical"] == 5 / 7
+    assert found["rate"] == 5 / 10
+
+
 @pytest.mark.case("O-X02")
 def test_drafts_after_a_rejection_do_not_count():
     matches = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [0, 1, 1, 1]], dtype=bool)

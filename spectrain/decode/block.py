@@ -8,8 +8,9 @@ With x_1 .. x_g drawn from q_1 .. q_g and p_{i+1} the target's law after x_i:
 
 The longest i whose own coin falls below h_i is kept; the next token is drawn from (w_i p_{i+1} - q_{i+1})+,
 or from p_{g+1} if all are kept. The expected number kept is the largest of all laws for chains, so never
-below that of `rejection`. Lossless if the length g depends on no drawn token. Given x_1 .. x_k and that they
-are kept, slot k is kept with probability sum min(p_{k+1}, q_{k+1} / w_k), which is 1 - S_k / w_k.
+below that of `rejection`. Lossless if whether x_k is drafted depends on no token from x_k on. Given
+x_1 .. x_k and that they are kept, slot k is kept with probability sum min(p_{k+1}, q_{k+1} / w_k), which is
+1 - S_k / w_k.
 
     p = .75 .25, q = .25 .75 at both places, x = 1 1: w = 1, 1/3, 1/9; S_1 = 0, so nothing is kept where x_2
     is refused

@@ -8,18 +8,22 @@ d`. Knows no family: drafters come as `spectrain.proposal.Drafter`.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from spectrain.cache import KVCache
-from spectrain.config import LAWS, LOSSY_LAWS, Leniency, at_least, check_law, choose
-from spectrain.decode.generation import Generation, Round, Timing
+from spectrain.config import at_least, choose
+from spectrain.decode.generation import Event, Generation, Round, Timing
+from spectrain.decode.penalties import History
+from spectrain.decode.plan import check_plan, clamp, depths
 from spectrain.decode.sampling import Sampling, Streams
+from spectrain.decode.stops import StopStrings, Tail, cut
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
 from spectrain.kernels.likeliest import CACHED
-from spectrain.proposal import Drafter, Observation, Plan, Proposal, Verdict
+from spectrain.laws import LAWS, LOSSY_LAWS, Leniency
+from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
+from spectrain.recurrent import target_cache
 from spectrain.target import Target
 
 EMPTY = Proposal(tokens=torch.empty(0, dtype=torch.int64), parents=())
@@ -40,15 +44,17 @@ def generate(
     law: str = "target_only",
     leniency: Leniency = DEFAULT,
     request_keys: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
     record_orders: bool = False,
+    record_events: bool = False,
 ) -> tuple[list[Generation], list[Timing]]:
     """Decode every prompt, `batch_size` at a time; plain decoding without a drafter.
 
     leniency: of the lossy laws, whose texts say lossless=False. request_keys: a stable number per prompt for
-    its random numbers, by default its index. The texts come in
-    the order of the prompts. A Timing reaches from one empty batch to the next; at batch_size 1 that is one
-    per prompt. Raises ValueError for settings that do not fit together, an empty prompt, one that fills the
-    target's context, and logits that are not finite.
+    its random numbers, by default its index. stop_strings: see `decode/stops.py`. The texts come in the order
+    of the prompts. A Timing reaches from one empty batch to the next; at batch_size 1 that is one per prompt.
+    Raises ValueError for settings that do not fit together, an empty prompt, one that fills the target's
+    context, and logits that are not finite.
     """
     keys = list(range(len(prompts)) if request_keys is None else request_keys)
     choose("law", law, LAWS)
@@ -60,32 +66,20 @@ def generate(
     if (drafter is None) != (plan is None):
         raise ValueError(f"plan={plan} and a drafter go together; plain decoding has neither")
     if plan is not None:
-        check_plan(plan, law)
+        check_plan(plan, law, recurrent=target.recurrent)
     limit = context_length(target)
+    stops = StopStrings(stop_strings, target.tokenizer) if stop_strings else None
     waiting = []
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < limit:
             raise ValueError(f"prompt {i}: {len(prompt)} tokens, expected 1 to {limit - 1} (context - 1)")
-        waiting.append(_Request(i, keys[i], list(prompt), min(max_new_tokens, limit - len(prompt))))
+        free, tail = limit - len(prompt), Tail(stops) if stops else None
+        waiting.append(_Request(i, keys[i], list(prompt), min(max_new_tokens, free), free, tail))
     if not waiting:
         return [], []
-    engine = _Engine(target, sampling, frozenset(stop_ids), law, leniency, record_orders)
+    engine = _Engine(target, sampling, frozenset(stop_ids), law, leniency, record_orders, record_events)
     with torch.no_grad():
         return engine.run(waiting, batch_size, drafter, plan)
-
-
-def check_plan(plan: Plan, law: str) -> None:
-    """Raise ValueError for a plan that is malformed or does not go with `law`."""
-    choose("plan.shape", plan.shape, ("chain", "tree"))
-    check_law("law", law, plan.shape)
-    at_least("plan.length", plan.length, 1)
-    if plan.shape == "tree":
-        at_least("plan.nodes", plan.nodes, 1)
-        at_least("plan.top_k", plan.top_k, 1)
-    if law == "recursive" and not plan.sampled:
-        raise ValueError("law=recursive with plan.sampled=False: expected siblings drawn without replacement")
-    if plan.sampled and plan.shape == "chain":
-        raise ValueError("plan.sampled=True with plan.shape=chain: has no effect on a chain, expected False")
 
 
 def context_length(target: Target) -> int:
@@ -95,57 +89,41 @@ def context_length(target: Target) -> int:
     return sys.maxsize if limit is None else limit
 
 
-def cut(block: Sequence[int], stop_ids: frozenset[int], budget: int) -> tuple[list[int], str | None]:
-    """What of a verified block reaches the text, and the finish reason if it ends it.
-
-    Cut at the first stop token (included), then at the budget; a stop inside the budget wins. With stop 2,
-    [7, 8, 2, 9] gives [7, 8, 2] "stop" at budget 3 and [7, 8] "length" at budget 2.
-    """
-    for i, token in enumerate(block[:budget]):
-        if token in stop_ids:
-            return list(block[: i + 1]), "stop"
-    return list(block[:budget]), "length" if len(block) >= budget else None
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each node; a child of the root has depth 1. Parents (-1, 0, 0, 2) give 1, 2, 2, 3."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
-
-
-def clamp(proposal: Proposal, depth: int) -> Proposal:
-    """The proposal without nodes deeper than `depth`; lossless, since the cut looks at no draft token."""
-    levels = depths(proposal.parents)
-    if max(levels, default=0) <= depth:
-        return proposal
-    kept = [node for node, level in enumerate(levels) if level <= depth]
-    number = {-1: -1, **{node: i for i, node in enumerate(kept)}}
-    return Proposal(
-        tokens=proposal.tokens[kept],
-        parents=tuple(number[proposal.parents[node]] for node in kept),
-        q=None if proposal.q is None else [proposal.q[node] for node in kept],
-        ranked=None if proposal.ranked is None else proposal.ranked[[0, *(node + 1 for node in kept)]],
-    )
-
-
 @dataclass
 class _Request:
-    """One request; key: its random numbers', budget: tokens it may emit."""
+    """One request; key: its random numbers', budget: tokens it may emit, context: tokens that the target's
+    context leaves it, tail: its newest text, where stop strings are looked for; steps, nodes: drafted so
+    far."""
 
     index: int
     key: int
     prompt: list[int]
     budget: int
+    context: int
+    tail: Tail | None
     ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     orders: list[torch.Tensor | None] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    steps: int = 0
+    nodes: int = 0
+
+    def rate(self, price: Budget) -> float:
+        """Tokens per plain step that its rounds earn at `price`: its own, so that no other request of the
+        batch has a say in its text."""
+        return price.rate(
+            tokens=len(self.ids) - 1, rounds=len(self.rounds), steps=self.steps, nodes=self.nodes
+        )
 
     @property
     def room(self) -> int:
         """Longest draft path: the token after it needs a place too."""
         return self.budget - len(self.ids) - 1
+
+    @property
+    def reach(self) -> int:
+        """Longest draft path whose every position, and the one after it, lies in the target's context."""
+        return self.context - len(self.ids) - 1
 
 
 @dataclass
@@ -171,18 +149,22 @@ class _Engine:
         law: str,
         leniency: Leniency,
         record_orders: bool,
+        record_events: bool,
     ):
         self.target, self.sampling, self.stop_ids = target, sampling, stop_ids
-        self.law, self.leniency, self.record_orders = law, leniency, record_orders
+        self.law, self.leniency = law, leniency
+        self.record_orders, self.record_events = record_orders, record_events
 
     def run(
         self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
     ) -> tuple[list[Generation], list[Timing]]:
         B = min(batch_size, len(waiting))
-        nodes = 0 if plan is None else max(plan.length, plan.nodes, plan.top_k * plan.length)
-        capacity = max(len(request.prompt) + request.budget for request in waiting) + nodes + 1
-        self.cache = KVCache(B, capacity)
-        self.streams = Streams(self.sampling, [0] * B)
+        room = 0 if plan is None else plan.room
+        capacity = max(len(request.prompt) + request.budget for request in waiting) + room + 1
+        self.cache = target_cache(self.target, B, capacity)
+        penalties, V = self.sampling.penalties, self.target.vocab_size
+        self.history = None if penalties is None else History(penalties, B, V, self.target.device)
+        self.streams = Streams(self.sampling, [0] * B, self.history)
         self.drafting = None if drafter is None else drafter.start(B, capacity)
         self.taps = () if drafter is None else drafter.taps
         self.free = list(range(B))
@@ -220,6 +202,8 @@ class _Engine:
             num_tokens += len(request.prompt)
             self.places[place] = request
             self.streams.keys[place] = request.key
+            if self.history is not None:
+                self.history.begin(place, request.prompt)
             self.cache.truncate(place, 0)
             taken.append(place)
         observations = self._step(taken, [self.places[place].prompt for place in taken], [EMPTY] * len(taken))
@@ -243,17 +227,29 @@ class _Engine:
             self.clock.draft_steps += self.drafting.steps - steps
 
     def _propose(self, active: list[int], plan: Plan) -> list[Proposal]:
-        """A checked proposal per request, empty where the budget has room for one token only."""
+        """A checked proposal per request, empty where the budget has room for one token only.
+
+        A drafter never runs past the target's context: requests that come near it are asked apart.
+        """
         assert self.drafting is not None
         found = dict.fromkeys(active, EMPTY)
-        rooms = {place: self.places[place].room for place in active if self.places[place].room > 0}
-        if rooms:
+        alike: dict[int, list[int]] = {}
+        for place in active:
+            request = self.places[place]
+            if request.room > 0:
+                alike.setdefault(min(plan.length, request.reach), []).append(place)
+        for length, places in alike.items():
+            rooms = [self.places[place].room for place in places]
             ranked = RANKED if self.record_orders else 0
-            # A tree's shape may not depend on the rooms of other requests; a chain's prefix does not anyway.
-            longest = plan.length if plan.shape == "tree" else min(plan.length, max(rooms.values()))
-            plan = replace(plan, length=longest, ranked=ranked)
-            proposals = self.drafting.propose(list(rooms), plan, self.streams)
-            for (place, room), proposal in zip(rooms.items(), proposals, strict=True):
+            # A tree's shape may not depend on the rooms of other requests; a chain's prefix does not anyway,
+            # nor do a static tree's upper levels.
+            longest = length if plan.shape == "tree" else min(length, max(rooms))
+            asked = replace(plan, length=longest, ranked=ranked)
+            if plan.budget is not None:
+                rates = tuple(self.places[place].rate(plan.budget) for place in places)
+                asked = replace(asked, budget=replace(plan.budget, rates=rates))
+            proposals = self.drafting.propose(places, asked, self.streams)
+            for place, room, proposal in zip(places, rooms, proposals, strict=True):
                 found[place] = clamp(proposal, room)
                 check_proposal(found[place], self.target.vocab_size, self.law)
         return list(found.values())
@@ -262,9 +258,7 @@ class _Engine:
         self, places: list[int], texts: list[list[int]], proposals: list[Proposal]
     ) -> list[Observation]:
         """One target call on new text, whose last token is the root, and draft tokens; verify, cut, commit.
-
-        Returns an observation for each request that goes on.
-        """
+        Returns an observation for each request that goes on."""
         device = self.target.device
         roots, starts, bases = [], [], []
         requests: list[int] = []
@@ -282,16 +276,18 @@ class _Engine:
         layout = self.cache.grow(requests, parents)
         ids = torch.tensor(flat, device=device)
         states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
-        if len(self.cache.layers) < self.target.num_layers:
+        if unkept := self.target.attention_layers - self.cache.layers.keys():
             raise ValueError(
-                f"target: only {len(self.cache.layers)} of its {self.target.num_layers} layers keep keys and "
-                "values; recurrent and hybrid targets are not supported, their state cannot be rolled back"
+                f"target: its layers {sorted(unkept)} kept no keys and values: their attention does not go "
+                "through transformers' attention interface or does not tell its layer"
             )
         logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])
 
         def laws(which: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
             rows = [bases[i] + node + 1 for i, node in zip(which, nodes, strict=True)]
-            return self._law(logits if len(rows) == len(logits) else logits[rows], [places[i] for i in which])
+            paths = (proposals[i].path(node) for i, node in zip(which, nodes, strict=True))
+            wanted = logits if len(rows) == len(logits) else logits[rows]
+            return self._law(wanted, [places[i] for i in which], paths)
 
         # Some requests at a time, so that their laws stay in a CPU's cache.
         at_once = max(1, CACHED // self.target.vocab_size) if device.type == "cpu" else len(places)
@@ -318,8 +314,11 @@ class _Engine:
         self.cache.commit_all(places, paths)
         return observations
 
-    def _law(self, logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """p at the rows of `logits`, one per request at `places`; an error names the prompt."""
+    def _law(self, logits: torch.Tensor, places: list[int], paths: Iterable[list[int]]) -> torch.Tensor:
+        """p at the rows of `logits`, one per request at `places`, behind the draft tokens `paths`; an error
+        names the prompt."""
+        if self.history is not None:
+            logits = self.history.penalise(logits, places, paths)
         try:
             return self.sampling.law(logits)
         except ValueError as error:
@@ -332,12 +331,18 @@ class _Engine:
         """Add what survives the cut to text and counters; a request that ends leaves its place."""
         request = self.places[place]
         block = [*proposal.tokens[list(verdict.path)].tolist(), verdict.bonus]
-        kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids))
+        kept, reason = cut(block, self.stop_ids, request.budget - len(request.ids), request.tail)
         if self.drafting is not None and request.ids:
+            if self.record_events:
+                root = len(request.prompt) + len(request.ids) - 1
+                request.events.append(Event.of(root, proposal, verdict, len(kept)))
+            depth = max(depths(proposal.parents), default=0)
+            request.steps += max(0, depth - 1)
+            request.nodes += len(proposal.parents)
             request.rounds.append(
                 Round(
                     drafted=len(proposal.parents),
-                    depth=max(depths(proposal.parents), default=0),
+                    depth=depth,
                     accepted=len(verdict.path),
                     emitted=len(kept),
                     alphas=verdict.alphas,
@@ -348,6 +353,8 @@ class _Engine:
             rows = [0, *(node + 1 for node in verdict.path)][: len(kept)]
             request.orders += [_order(proposal.ranked, row) for row in rows]
         request.ids += kept
+        if self.history is not None:
+            self.history.extend([place], [kept])
         if reason is not None:
             self.free.append(place)
             del self.places[place]
@@ -358,6 +365,7 @@ class _Engine:
                 rounds=tuple(request.rounds),
                 orders=tuple(request.orders),
                 lossless=self.drafting is None or self.sampling.greedy or self.law not in LOSSY_LAWS,
+                events=tuple(request.events),
             )
         return kept
 

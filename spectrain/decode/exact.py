@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from spectrain.config import Leniency
 from spectrain.decode.sampling import BONUS, COIN, DRAFT, Sampling, Streams
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
+from spectrain.laws import Leniency
 from spectrain.proposal import Proposal, Verdict
 
 Text = tuple[int, ...]

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from spectrain.proposal import Proposal, Verdict
+
 
 @dataclass(frozen=True)
 class Round:
@@ -24,14 +26,47 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Event:
+    """All that one verification of one request decided, kept on request alone.
+
+    root_position: place of the root in prompt and text; tokens, parents: the proposal (see
+    `proposal.Proposal`); path: accepted nodes before any cut, root's child first; bonus: the token after
+    them; alphas and emitted as in `Round`: the first `emitted` of the accepted tokens and the bonus reached
+    the text.
+    """
+
+    root_position: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    bonus: int
+    alphas: tuple[float, ...]
+    emitted: int
+
+    @classmethod
+    def of(cls, root_position: int, proposal: Proposal, verdict: Verdict, emitted: int) -> "Event":
+        return cls(
+            root_position=root_position,
+            tokens=tuple(proposal.tokens.tolist()),
+            parents=tuple(proposal.parents),
+            path=verdict.path,
+            bonus=verdict.bonus,
+            alphas=verdict.alphas,
+            emitted=emitted,
+        )
+
+
+@dataclass(frozen=True)
 class Generation:
     """The text of one request.
 
-    ids: emitted tokens, the first (from the prefill) included, the stop token included; finish_reason: "stop"
-    or "length". rounds: empty for plain decoding. orders: one entry per emitted token when recorded: int64
-    [M] ids by descending draft probability at that place, or None where no drafter was asked (prefill's
-    token, tokens after a leaf). text: the decoded ids, filled in by `spectrain.generate` alone. lossless:
-    False where the law of verification does not keep the target's law (`typical`, `thresholds`).
+    ids: emitted tokens, the first (from the prefill) and the stop token included; finish_reason: "stop",
+    "stop_string" (the last token completes it) or "length". rounds: empty for plain decoding. orders: one
+    entry per emitted token when recorded: int64 [M] ids by descending draft probability at that place, or
+    None where no drafter was asked (prefill's token, tokens after a leaf). text: the decoded ids, cut to end
+    with the stop string, filled in by `spectrain.generate` alone. lossless: False where the law of
+    verification does not keep the target's law (`typical`, `thresholds`). events: one per round, when
+    recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,6 +76,7 @@ class Generation:
     orders: tuple[torch.Tensor | None, ...] = ()
     text: str = ""
     lossless: bool = True
+    events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """From logits to laws, and the counter-based random numbers that draw from them.
 
-One function, `law`, serves drawing, acceptance, residual and the plain baseline. Every random number is a
+One function, `law`, behind `penalties.penalise` where penalties are on, serves drawing, acceptance, residual
+and the plain baseline. The order is that of transformers' generate: repetition (then frequency and presence)
+penalty, temperature, top-k, top-p, min-p, then a softmax, all in float32. Every random number is a
 hash of (seed, request key, root position, slot, purpose): it depends on nothing else, so the same seed gives
 the same text whatever batch a request is in, and no number is read twice (Leviathan et al. 2023 need
 independent ones). Knows no model and no tree. Legend: R rows, V vocabulary.
@@ -14,6 +16,8 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from spectrain.config import above_zero, at_least, within
+from spectrain.decode.penalties import History, Penalties
 from spectrain.kernels.likeliest import in_cache
 
 DRAFT, COIN, RESIDUAL, BONUS = range(4)
@@ -34,12 +38,16 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def law(logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Probabilities, float32 [R, V]: temperature, then top-k, then top-p, each as transformers' generate
+def law(
+    logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """Probabilities, float32 [R, V]: temperature, then top-k, top-p and min-p, each as transformers' generate
     does.
 
-    Temperature 0 is the one-hot law of the largest logit (lowest id among ties). top_k 0 and top_p 1 keep
-    everything; logits equal to the k-th are kept. Raises ValueError if a row holds NaN or +inf.
+    Temperature 0 is the one-hot law of the largest logit (lowest id among ties). top_k 0, top_p 1 and min_p 0
+    keep everything; logits equal to the k-th are kept, ties at the edge of top-p go to the lowest ids. min_p
+    keeps what has at least this share of the largest probability. Raises ValueError if a row holds NaN or
+    +inf.
     """
     if temperature == 0:
         ids = argmax(logits_RV)
@@ -54,6 +62,9 @@ def law(logits_RV: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: f
         ordered[mass.cumsum(-1) - mass >= top_p] = float("-inf")
         scores = torch.full_like(scores, float("-inf")).scatter_(-1, order, ordered)
     probabilities = torch.softmax(scores, -1)
+    if min_p > 0:
+        small = probabilities < min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = torch.softmax(scores.masked_fill(small, float("-inf")), -1)
     if probabilities[:, 0].isnan().any():  # one bad logit spoils its whole row
         raise ValueError(NOT_FINITE)
     return probabilities
@@ -85,12 +96,17 @@ def invert(law_RV: torch.Tensor, uniforms_R: Sequence[float]) -> list[int]:
 class Sampling:
     """How tokens are chosen from logits, and the seed.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 are off; draft_temperature 0 means as `temperature`.
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 are
+    off; draft_temperature 0 means as `temperature`. The penalties: `decode/penalties.py`.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     draft_temperature: float = 0.0
 
@@ -98,10 +114,12 @@ class Sampling:
         for key, value in (("temperature", self.temperature), ("draft_temperature", self.draft_temperature)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"sampling.{key}={value!r}: expected a finite value >= 0")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k={self.top_k!r}: expected 0 (off) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p={self.top_p!r}: expected 0 < value <= 1")
+        at_least("sampling.top_k", self.top_k, 0)
+        above_zero("sampling.top_p", self.top_p, 1.0)
+        within("sampling.min_p", self.min_p, 0.0, 1.0)
+        above_zero("sampling.repetition_penalty", self.repetition_penalty)
+        within("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        within("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.temperature == 0 and self.draft_temperature:
             key = f"sampling.draft_temperature={self.draft_temperature!r}"
             raise ValueError(f"{key}: has no effect at temperature 0, expected 0")
@@ -110,27 +128,44 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalties(self) -> Penalties | None:
+        """None where all are off."""
+        found = Penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return None if found == Penalties(1.0, 0.0, 0.0) else found
+
     def law(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """The target's law p, float32 [R, V]."""
-        return law(logits_RV, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        """The target's law p, float32 [R, V], from penalised logits."""
+        return self._law(logits_RV, self.temperature)
 
     def draft_law(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """The drafter's law q, float32 [R, V]: the same filters at the draft temperature."""
-        temperature = self.draft_temperature or self.temperature
-        return law(logits_RV, temperature=temperature, top_k=self.top_k, top_p=self.top_p)
+        return self._law(logits_RV, self.draft_temperature or self.temperature)
+
+    def _law(self, logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+        return law(logits_RV, temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
 
 class Streams:
     """Random choices of a batch: request i of the batch draws with the stable key keys[i] (see
-    `proposal.Sampler`)."""
+    `proposal.Sampler`). history: the batch's texts, where penalties need them."""
 
-    def __init__(self, sampling: Sampling, keys: Sequence[int]):
+    def __init__(self, sampling: Sampling, keys: Sequence[int], history: History | None = None):
         self.sampling = sampling
         self.keys = list(keys)
+        self.history = history
 
     @property
     def greedy(self) -> bool:
         return self.sampling.greedy
+
+    @property
+    def penalised(self) -> bool:
+        return self.history is not None
+
+    def penalise(self, logits_MW: torch.Tensor, requests, paths, kept_ids=None) -> torch.Tensor:
+        assert self.history is not None
+        return self.history.penalise(logits_MW, requests, paths, kept_ids)
 
     def uniform(self, request: int, root_position: int, slot: int, purpose: int) -> float:
         """A number in [0, 1) with 53 random bits."""

@@ -8,9 +8,9 @@ arg-max is accepted, as by every law. Knows no model. Legend: R places, V vocabu
 
 from collections.abc import Sequence
 
-from spectrain.config import Leniency
 from spectrain.decode.sampling import BONUS, Streams
 from spectrain.decode.walk import Laws, Walk, end, normal
+from spectrain.laws import Leniency
 
 SMALL = 1e-5  # inside the logarithm, as Medusa has it
 

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 import torch
 
-from spectrain.config import CHAIN_LAWS, TREE_LAWS, Leniency
 from spectrain.decode.block import block
 from spectrain.decode.recursive import siblings
 from spectrain.decode.sampling import BONUS, RESIDUAL, Streams
 from spectrain.decode.typical import typical
 from spectrain.decode.walk import Laws, Walk, end, gather, not_drawn, or_target
+from spectrain.laws import CHAIN_LAWS, TREE_LAWS, Leniency
 from spectrain.proposal import Proposal, Verdict
 
 DEFAULT = Leniency()

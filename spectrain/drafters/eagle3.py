@@ -273,7 +273,7 @@ class Eagle3Drafting:
 
     @torch.no_grad()
     def propose(self, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
-        nodes = 1 + max(plan.length * max(plan.top_k, 1), plan.nodes)
+        nodes = 1 + plan.room
         if self.states.shape[1] < nodes:
             grown = self.states.new_zeros(self.states.shape[0], nodes, self.states.shape[2])
             grown[:, :1] = self.states[:, :1]

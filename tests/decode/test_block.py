@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spectrain.decode.engine import clamp
 from spectrain.decode.exact import Process
+from spectrain.decode.plan import clamp
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import verify
 from spectrain.proposal import Proposal

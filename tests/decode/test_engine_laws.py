@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from spectrain.config import Leniency
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling, Streams, law
 from spectrain.drafters.autoregressive import grow
+from spectrain.laws import Leniency
 from spectrain.proposal import Plan
 from spectrain.target import Target, packed_layout
 from spectrain.testing import tiny_llama

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from spectrain.config import LAWS, LOSSY_LAWS, Leniency
 from spectrain.decode.exact import Process
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.verify import lenient, verify
+from spectrain.laws import LAWS, LOSSY_LAWS, Leniency
 from spectrain.proposal import Proposal
 
 

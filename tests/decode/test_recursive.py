@@ -9,34 +9,14 @@ from spectrain.decode.sampling import DRAFT, Sampling, Streams
 from spectrain.decode.verify import verify
 from spectrain.drafters.autoregressive import grow
 from spectrain.proposal import Plan, Proposal
-
-
-class Table:
-    """A drafter's stepper over the q of a `Process`, one request whose text is `text`."""
-
-    def __init__(self, process, text):
-        self.process, self.text, self.nodes = process, text, []
-        self.kept_ids, self.vocab_size = torch.arange(process.vocab), process.vocab
-
-    def root_positions(self, requests):
-        return [len(self.text)]
-
-    def root_logits(self, requests):
-        return self.process.q(self.text).log()[None]
-
-    def step(self, requests, parents, tokens):
-        rows = []
-        for parent, token in zip(parents, tokens.tolist(), strict=True):
-            self.nodes.append((*(self.text if parent < 0 else self.nodes[parent]), token))
-            rows.append(self.process.q(self.nodes[-1]).log())
-        return torch.stack(rows)
+from spectrain.testing import LawStepper
 
 
 def drawn(process, length, nodes, top_k):
     plan = Plan("tree", length, nodes=nodes, top_k=top_k, sampled=True)
 
     def propose(streams, text):
-        (proposal,) = grow(Table(process, text), [0], plan, streams)
+        (proposal,) = grow(LawStepper(process.q, text), [0], plan, streams)
         return proposal
 
     return propose
@@ -130,7 +110,7 @@ def test_a_shape_that_drops_drawn_siblings_by_their_value_would_be_lossy():
 def test_at_temperature_0_the_siblings_are_the_likeliest_and_the_arg_max_is_followed():
     process = Process(0, 4, p=[0.1, 0.2, 0.3, 0.4], q=[0.3, 0.1, 0.35, 0.25])
     streams = Streams(Sampling(), [0])
-    (tree,) = grow(Table(process, ()), [0], Plan("tree", 2, nodes=8, top_k=3, sampled=True), streams)
+    (tree,) = grow(LawStepper(process.q, ()), [0], Plan("tree", 2, nodes=8, top_k=3, sampled=True), streams)
     assert tree.q is None and tree.tokens[[i for i, p in enumerate(tree.parents) if p < 0]].tolist() == [
         2,
         0,

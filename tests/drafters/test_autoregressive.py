@@ -1,4 +1,4 @@
-"""Chains and dynamic trees from a drafter whose every logit is written down."""
+"""Chains, dynamic and drawn trees from a drafter whose every logit is written down."""
 
 import math
 
@@ -6,42 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.drafters.autoregressive import branching, grow
+from spectrain.drafters.autoregressive import grow
+from spectrain.drafters.drawn_trees import branching
 from spectrain.proposal import Plan
-
-
-class Table:
-    """Logits by path: the tokens from the root's child on. Unknown paths get the logits of ()."""
-
-    def __init__(self, table, *, kept_ids=None, vocab_size=None):
-        self.table = {path: torch.tensor(logits) for path, logits in table.items()}
-        width = len(next(iter(table.values())))
-        self.kept_ids = torch.arange(width) if kept_ids is None else torch.tensor(kept_ids)
-        self.vocab_size = vocab_size or width
-        self.nodes, self.calls = {}, []
-
-    def root_positions(self, requests):
-        return [10 + request for request in requests]
-
-    def root_logits(self, requests):
-        self.nodes = {request: [] for request in requests}
-        return torch.stack([self.table[()]] * len(requests))
-
-    def step(self, requests, parents, tokens):
-        assert len(requests) == len(parents) == len(tokens)
-        self.calls.append((list(requests), list(parents), tokens.tolist()))
-        rows = []
-        for request, parent, token in zip(requests, parents, tokens.tolist(), strict=True):
-            before = () if parent < 0 else self.nodes[request][parent]
-            self.nodes[request].append((*before, token))
-            rows.append(self.table.get((*before, token), self.table[()]))
-        return torch.stack(rows)
+from spectrain.testing import TableStepper
 
 
 class Draws:
     """A sampler that draws the last possible id and notes its keys."""
 
-    greedy = False
+    greedy = penalised = False
 
     def __init__(self):
         self.keys = []
@@ -74,7 +48,7 @@ def paths(proposal):
 
 
 def test_a_greedy_chain_follows_the_arg_max_and_has_no_q():
-    stepper = Table({(): [0.0, 2.0, 1.0], (1,): [3.0, 0.0, 0.0], (1, 0): [0.0, 0.0, 5.0]})
+    stepper = TableStepper({(): [0.0, 2.0, 1.0], (1,): [3.0, 0.0, 0.0], (1, 0): [0.0, 0.0, 5.0]})
     (one, two) = grow(stepper, [4, 6], Plan("chain", 3), Greedy())
     assert one.tokens.tolist() == two.tokens.tolist() == [1, 0, 2]
     assert one.parents == (-1, 0, 1) and one.q is None and one.ranked is None
@@ -82,7 +56,7 @@ def test_a_greedy_chain_follows_the_arg_max_and_has_no_q():
 
 
 def test_a_sampled_chain_returns_the_laws_it_was_drawn_from():
-    stepper = Table({(): logs(0.5, 0.5), (3,): logs(0.9, 0.1)}, kept_ids=[1, 3], vocab_size=5)
+    stepper = TableStepper({(): logs(0.5, 0.5), (3,): logs(0.9, 0.1)}, kept_ids=[1, 3], vocab_size=5)
     sampler = Draws()
     (proposal,) = grow(stepper, [2], Plan("chain", 2), sampler)
     assert proposal.tokens.tolist() == [3, 3]
@@ -93,7 +67,7 @@ def test_a_sampled_chain_returns_the_laws_it_was_drawn_from():
 
 
 def test_ranked_lists_the_likeliest_ids_where_the_drafter_was_asked():
-    stepper = Table({(): [0.0, 2.0, 1.0], (1,): [3.0, 1.0, 2.0]})
+    stepper = TableStepper({(): [0.0, 2.0, 1.0], (1,): [3.0, 1.0, 2.0]})
     (chain,) = grow(stepper, [0], Plan("chain", 2, ranked=2), Greedy())
     assert chain.ranked.tolist() == [[1, 2], [0, 2], [-1, -1]]
     (tree,) = grow(stepper, [0], Plan("tree", 2, nodes=3, top_k=1, ranked=2), Greedy())
@@ -104,7 +78,7 @@ def test_ranked_lists_the_likeliest_ids_where_the_drafter_was_asked():
 def test_a_tree_keeps_the_likeliest_nodes():
     """Children of the root: 0 (0.6), 1 (0.3). Under 0: 1 (0.9), 2 (0.05); under 1: 0 (0.5), 2 (0.4). Of the
     six candidates 0 0.6, 01 0.54, 1 0.3, 10 0.15, 12 0.12, 02 0.03 the best four stay."""
-    stepper = Table({(): logs(0.6, 0.3, 0.1), (0,): logs(0.04, 0.9, 0.06), (1,): logs(0.5, 0.1, 0.4)})
+    stepper = TableStepper({(): logs(0.6, 0.3, 0.1), (0,): logs(0.04, 0.9, 0.06), (1,): logs(0.5, 0.1, 0.4)})
     (tree,) = grow(stepper, [0], Plan("tree", 2, nodes=4, top_k=2), Draws())
     assert paths(tree) == [(0,), (1,), (0, 1), (1, 0)]
     assert tree.parents == (-1, -1, 0, 1) and tree.q is None
@@ -112,7 +86,7 @@ def test_a_tree_keeps_the_likeliest_nodes():
 
 
 def test_only_the_likeliest_candidates_of_a_level_are_expanded():
-    stepper = Table({(): logs(0.6, 0.3, 0.1), (0,): logs(0.04, 0.9, 0.06), (1,): logs(0.5, 0.1, 0.4)})
+    stepper = TableStepper({(): logs(0.6, 0.3, 0.1), (0,): logs(0.04, 0.9, 0.06), (1,): logs(0.5, 0.1, 0.4)})
     grow(stepper, [3, 5], Plan("tree", 3, nodes=9, top_k=2), Draws())
     # Level 2 expands 01 (parent 0, 0.54) and 10 (parent 1, 0.15).
     assert stepper.calls[1] == ([3, 3, 5, 5], [0, 1, 0, 1], [1, 0, 1, 0])
@@ -122,7 +96,7 @@ def test_ties_go_to_the_shallower_node_so_that_parents_stay():
     """A certain child has log q = 0 exactly and ties with its parent; with one node left the parent is
     taken."""
     certain = [0.0, -math.inf, -math.inf]
-    stepper = Table({(): logs(0.5, 0.25, 0.25), (0,): certain, (0, 0): certain, (0, 0, 0): certain})
+    stepper = TableStepper({(): logs(0.5, 0.25, 0.25), (0,): certain, (0, 0): certain, (0, 0, 0): certain})
     for nodes in range(1, 5):
         (tree,) = grow(stepper, [0], Plan("tree", 4, nodes=nodes, top_k=2), Draws())
         assert paths(tree) == [(0,) * n for n in range(1, nodes + 1)]
@@ -136,7 +110,7 @@ def test_random_trees_are_connected_with_distinct_siblings_and_equal_a_plain_sea
         for path in np.ndindex(*[V] * 2):
             table[path] = generator.integers(0, 3, V).astype(np.float32).tolist()
             table[path[:1]] = table[path]
-        (tree,) = grow(Table(table), [trial], Plan("tree", depth, nodes=nodes, top_k=top_k), Draws())
+        (tree,) = grow(TableStepper(table), [trial], Plan("tree", depth, nodes=nodes, top_k=top_k), Draws())
         found = paths(tree)
         assert len(set(found)) == len(found) == min(nodes, top_k + (depth - 1) * top_k**2)
         score = {path: sum(log_q(table, path[:i])[path[i]] for i in range(len(path))) for path in found}
@@ -168,18 +142,15 @@ def searched(table, depth, top_k):
 
 def test_the_shape_of_a_sampled_tree_is_the_one_that_keeps_most():
     """Kept: .6, its child .36, a second child .24, then .216, and .144 three times over."""
-    assert branching(3, 4, 2) == ((-1, 0), (-1, 1), (0, 0), (2, 0))
-    assert branching(2, 4, 2) == ((-1, 0), (-1, 1), (0, 0), (0, 1))
-    assert branching(1, 9, 3) == ((-1, 0), (-1, 1), (-1, 2))
-    assert branching(4, 4, 1) == ((-1, 0), (0, 0), (1, 0), (2, 0))
+    assert branching(3, 4, 2) == ((0,), (1,), (0, 0), (0, 0, 0))
+    assert branching(2, 4, 2) == ((0,), (1,), (0, 0), (0, 1))
+    assert branching(1, 9, 3) == ((0,), (1,), (2,))
+    assert branching(4, 4, 1) == ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 
 
 def test_no_shape_of_the_same_size_keeps_more():
     def kept(shape):
-        values = {-1: 1.0}
-        for i, (parent, rank) in enumerate(shape):
-            values[i] = values[parent] * 0.6 * 0.4**rank
-        return sum(values.values()) - 1
+        return sum(0.6 ** len(path) * 0.4 ** sum(path) for path in shape)
 
     def shapes(nodes):
         """Every shape of ranks below 2 and depth up to 3, as sets of rank paths."""
@@ -195,13 +166,14 @@ def test_no_shape_of_the_same_size_keeps_more():
         return found
 
     for nodes in range(1, 7):
-        best = max(sum(0.6 ** len(p) * 0.4 ** sum(p) for p in shape) for shape in shapes(nodes))
-        assert kept(branching(3, nodes, 2)) == pytest.approx(best)
+        assert kept(branching(3, nodes, 2)) == pytest.approx(max(map(kept, shapes(nodes))))
 
 
 def test_siblings_are_drawn_without_replacement_in_the_order_of_the_shape():
     """The sampler draws the last possible id, so siblings come in descending order."""
-    stepper = Table({(): logs(0.2, 0.3, 0.5), (2,): logs(0.5, 0.25, 0.25)}, kept_ids=[1, 3, 4], vocab_size=6)
+    stepper = TableStepper(
+        {(): logs(0.2, 0.3, 0.5), (2,): logs(0.5, 0.25, 0.25)}, kept_ids=[1, 3, 4], vocab_size=6
+    )
     sampler = Draws()
     (tree,) = grow(stepper, [2], Plan("tree", 2, nodes=4, top_k=2, sampled=True, ranked=2), sampler)
     assert paths(tree) == [(4,), (3,), (4, 4), (4, 3)]
@@ -214,16 +186,16 @@ def test_siblings_are_drawn_without_replacement_in_the_order_of_the_shape():
 
 def test_a_law_of_few_tokens_gives_fewer_siblings():
     """q of the root has one token, so the second child and what would hang below it are missing."""
-    stepper = Table({(): [-math.inf, 0.0, -math.inf], (1,): logs(0.5, 0.25, 0.25)})
+    stepper = TableStepper({(): [-math.inf, 0.0, -math.inf], (1,): logs(0.5, 0.25, 0.25)})
     trees = grow(stepper, [0, 1], Plan("tree", 2, nodes=5, top_k=2, sampled=True), Draws())
-    assert branching(2, 5, 2)[-1] == (1, 0)
+    assert branching(2, 5, 2)[-1] == (1, 0)  # below the missing child
     for tree in trees:
         assert paths(tree) == [(1,), (1, 2), (1, 1)]
     assert stepper.calls == [([0, 1], [-1, -1], [1, 1])]
 
 
 def test_a_deeper_sampled_tree_steps_each_node_from_its_parent():
-    stepper = Table({(): logs(0.2, 0.3, 0.5)})
+    stepper = TableStepper({(): logs(0.2, 0.3, 0.5)})
     (tree,) = grow(stepper, [5], Plan("tree", 3, nodes=9, top_k=2, sampled=True), Draws())
     found = paths(tree)
     assert len(found) == 9 and len(set(found)) == 9
@@ -232,7 +204,7 @@ def test_a_deeper_sampled_tree_steps_each_node_from_its_parent():
 
 
 def test_a_small_vocabulary_limits_the_children():
-    stepper = Table({(): [0.0, 1.0]}, kept_ids=[7, 9], vocab_size=12)
+    stepper = TableStepper({(): [0.0, 1.0]}, kept_ids=[7, 9], vocab_size=12)
     (tree,) = grow(stepper, [0], Plan("tree", 2, nodes=20, top_k=5, ranked=64), Draws())
     assert paths(tree) == [(9,), (7,), (9, 9), (9, 7), (7, 9), (7, 7)]
     assert tree.ranked[0].tolist() == [9, 7]
@@ -240,4 +212,4 @@ def test_a_small_vocabulary_limits_the_children():
 
 def test_logits_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="not finite"):
-        grow(Table({(): [0.0, math.nan]}), [0], Plan("tree", 2, nodes=3, top_k=2), Draws())
+        grow(TableStepper({(): [0.0, math.nan]}), [0], Plan("tree", 2, nodes=3, top_k=2), Draws())

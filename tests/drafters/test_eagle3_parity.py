@@ -25,6 +25,7 @@ class Forced:
     tokens: list[list[int]]
     logits: list[torch.Tensor] = field(default_factory=list)
     greedy: bool = False
+    penalised: bool = False
 
     def draft_law(self, logits):
         self.logits.append(logits)
