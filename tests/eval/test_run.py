@@ -69,17 +69,8 @@ def fill(folder: Path, config: RunConfig) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     provenance.append(folder)
     write_json(folder / "stages.json", {"eval": {"seconds": 1.5, "budget_s": None, "reused": False}})
-    lines = [
-        {
-            "step": s,
-            "pass": 0,
-            "train/loss": 3.0 / s,
-            "train/tokens": 100,
-            "train/rows": [9, 8],
-            "train/time_s": 0.5,
-        }
-        for s in (1, 2, 3)
-    ]
+    same = {"pass": 0, "train/tokens": 100, "train/rows": [9, 8], "train/time_s": 0.5}
+    lines: list[dict] = [{"step": s, "train/loss": 3.0 / s, **same} for s in (1, 2, 3)]
     lines[-1]["eval/tau"] = 1.5
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4')
 
