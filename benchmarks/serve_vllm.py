@@ -35,7 +35,7 @@ ENVIRONMENT = {
 def read_prompts(path: Path, count: int, tokenizer) -> list[list[int]]:
     """Token ids of the first `count` prompts (0: all)."""
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
         record = json.loads(line)
         if "ids" in record:
             prompts.append(record["ids"])
