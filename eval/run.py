@@ -17,7 +17,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,8 @@ def _priced(
             plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafter))
 
             def measure(plain=plain, fast=fast, asked=asked) -> dict[str, Any]:
-                threads = torch.get_num_threads()
-                torch.set_num_threads(config.eval.threads or threads)  # as the run decodes
-                costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
-                torch.set_num_threads(threads)
+                with _threads(config.eval.threads):  # as the run decodes
+                    costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
                 return {"costs": costs}
 
             settings = {"run": asdict(run), "questions": _print(asked), "limits": limits, **identity}
@@ -220,21 +219,21 @@ def _decode_runs(
         if run not in pending:
             log.info("eval: run %s reused", run.name)
     if pending:
-        began, threads = time.perf_counter(), torch.get_num_threads()
-        torch.set_num_threads(config.eval.threads or threads)
-        found = decode_in_turns(
-            Arms(
-                EngineArm(target, None, runs[0], *limits),
-                [EngineArm(target, drafter, run, *limits, record_events=events) for run in pending],
-            ),
-            prompts,
-            batch=runs[0].batch,
-            encode=lambda turns, answers: _encode(config, target, turns, answers),
-            decode=lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True),
-            title="eval " + ", ".join(run.name for run in pending),
-        )
-        seconds, made = time.perf_counter() - began, provenance()
-        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        with _threads(config.eval.threads):
+            found = decode_in_turns(
+                Arms(
+                    EngineArm(target, None, runs[0], *limits),
+                    [EngineArm(target, drafter, run, *limits, record_events=events) for run in pending],
+                ),
+                prompts,
+                batch=runs[0].batch,
+                encode=lambda turns, answers: _encode(config, target, turns, answers),
+                decode=lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True),
+                title="eval " + ", ".join(run.name for run in pending),
+            )
+            made = provenance()
+        seconds = time.perf_counter() - began
         for run, texts in zip(pending, found, strict=True):
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
@@ -350,6 +349,17 @@ def _pieces(tokenizer, text: Generation) -> list[list]:
         pieces.append([so_far[len(shown) :], is_draft])
         shown = so_far
     return pieces
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """CPU threads of what is timed inside; 0: as the process has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]:

@@ -48,7 +48,7 @@ class Config:
     fc_norm: bool = False
     """A norm of its own for each tap before `fc`, as in EAGLE-3.1."""
     head: str = "trained"
-    """trained, or frozen: the target's rows as they are; a third of the objective's work less."""
+    """trained, or frozen: the target's rows as they are, without the products of their gradient."""
 
     def __post_init__(self):
         if self.head not in ("trained", "frozen"):
