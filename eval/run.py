@@ -44,6 +44,8 @@ FORM = 2
 """Raise when decoding or the certificate changes what it gives: older results are then not reused."""
 COST_TOKENS = 32
 """Tokens per prompt that measure the costs of an adaptive run."""
+QUEUED = 4
+"""Prompts per place of a batch that are decoded as one queue."""
 TURNS = 64
 """Above the turns of any prompt: sets the random numbers of a prompt's turns apart."""
 
@@ -161,17 +163,19 @@ def decode_in_turns(
     decode: Callable[[Sequence[int]], str],
     title: str,
 ) -> list[list[Text]]:
-    """Every turn of every prompt with every arm, `batch` prompts at a time; for each arm but the plain one
-    its texts.
+    """Every turn of every prompt with every arm; for each arm but the plain one its texts.
 
-    One batch of warm-up comes first and is dropped. encode: user turns and the answers between them to token
-    ids; decode: token ids to text. Later turns see the plain arm's answers, so that all arms continue one
-    conversation.
+    A batch is kept full from a queue of QUEUED prompts per place, as in serving: else the requests with long
+    accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up comes
+    first and is dropped. encode: user turns and the answers between them to token ids; decode: token ids to
+    text. Later turns see the plain arm's answers, so that all arms continue one conversation.
     """
     keys = {prompt.id: TURNS * i for i, prompt in enumerate(prompts)}
     ordered = list(prompts) if batch == 1 else sorted(prompts, key=lambda prompt: prompt.category)
-    groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
-    arms.decode([encode(p.turns[:1], []) for p in groups[0]], [keys[p.id] for p in groups[0]])
+    queue = batch if batch == 1 else QUEUED * batch
+    groups = [ordered[i : i + queue] for i in range(0, len(ordered), queue)]
+    first = groups[0][:batch]
+    arms.decode([encode(p.turns[:1], []) for p in first], [keys[p.id] for p in first])
     texts: list[list[Text]] = [[] for _ in arms.others]
     progress = progress_bar(title, total=len(prompts), unit="prompt")
     for unit, group in enumerate(groups):

@@ -70,11 +70,11 @@ def test_the_arms_take_turns_and_rotate_who_is_first():
     assert log == ["plain", "speculative", "speculative", "plain"] * 2
 
 
-def test_a_batch_is_one_unit_and_shares_its_seconds():
-    texts, _ = run_pairs([9.0, 4.0, 2.0], [9.0, 2.0, 1.0], 3, batch=2)
-    assert [t.unit for t in texts] == [0, 0, 1]
-    assert [t.timing.decode_s for t in texts] == [1.0, 1.0, 1.0]
-    assert [t.plain_timing.steps for t in texts] == [200, 200, 400]
+def test_a_queue_of_four_prompts_per_place_is_one_unit_and_shares_its_seconds():
+    texts, _ = run_pairs([9.0, 4.0, 2.0], [9.0, 2.0, 1.0], 9, batch=2)
+    assert [t.unit for t in texts] == [0] * 8 + [1]
+    assert [t.timing.decode_s for t in texts] == [0.25] * 8 + [1.0]
+    assert [t.plain_timing.steps for t in texts] == [50] * 8 + [400]
 
 
 def test_a_later_turn_sees_the_plain_answers():
