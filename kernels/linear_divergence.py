@@ -8,7 +8,8 @@
 
 Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never
 stored for more than a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot
-by slot inside a chunk of target rows. What can be done on the narrow sides of the products is done there:
+by slot inside a chunk of target rows; W is one for all, or each slot has its own (parallel heads). What can
+be done on the narrow sides of the products is done there:
 with c = sum_v (p_v / P) W_v, one row per target row,
     sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
 so that kl alone needs no pass over rows x vocabulary besides softmax and alpha. All is done in the forward.
@@ -17,7 +18,7 @@ Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ def plan_rows(source_R: torch.Tensor, slot_R: torch.Tensor, num_sources: int, ch
 
 def linear_divergence(
     z_RD: torch.Tensor,
-    head_WD: torch.Tensor,
+    head_WD: torch.Tensor | Sequence[torch.Tensor],
     teacher: Teacher,
     source_R: torch.Tensor,
     slot_R: torch.Tensor,
@@ -92,80 +93,93 @@ def linear_divergence(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Weighted sum of divergences over rows, with statistics per row.
 
-    z_RD float32, or float64 where the heads are; source_R index into the teacher's M rows; weights: term ->
-    [R] (0 = not counted), already divided by counts; label_R: index into the kept ids, -1 where the label is
-    not kept (then its ce weight must be 0); top1_M: index of the target's arg-max in the kept ids, -1 where
-    not kept.
+    z_RD float32, or float64 where the heads are; head_WD: of all rows, or a sequence whose k-th is slot k's;
+    source_R index into the teacher's M rows; weights: term -> [R] (0 = not counted), already divided by
+    counts; label_R: index into the kept ids, -1 where the label is not kept (then its ce weight must be 0);
+    top1_M: index of the target's arg-max in the kept ids, -1 where not kept.
     Returns the scalar loss and {"alpha", "agree", "loss"}, [R] without gradient (loss: the row's share).
     """
     assert set(weights) <= set(TERMS), f"terms {sorted(weights)}"
+    heads = (head_WD,) if isinstance(head_WD, torch.Tensor) else tuple(head_WD)
     plan = plan_rows(source_R, slot_R, len(teacher.state), chunk)
     stats = {name: torch.empty_like(source_R, dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
     args = (plan, teacher, weights, label_R, top1_M, lambda_decay, stats)
-    return _LinearDivergence.apply(z_RD, head_WD, args), stats
+    return _LinearDivergence.apply(z_RD, args, *heads), stats
 
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, z_RD, head_WD, args):
+    def forward(ctx, z_RD, args, *heads):
         plan, teacher, weights, labels, top1, decay, stats = args
         dz = torch.empty_like(z_RD)
-        dhead = torch.zeros_like(head_WD) if ctx.needs_input_grad[1] else None
+        wanted = ctx.needs_input_grad[2:]
+        dheads = [
+            torch.zeros_like(head) if wants else None for head, wants in zip(heads, wanted, strict=True)
+        ]
         blocks = [block for block in plan.blocks if block[2]]
         rows = max(slots[-1][2] - slots[0][1] for _, _, slots in blocks)
         height = max(last - first for first, last, _ in blocks)
         most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
-        buffers = [z_RD.new_empty(n, len(head_WD)) for n in (rows, height, most, most)]
+        buffers = [z_RD.new_empty(n, len(heads[0])) for n in (rows, height, most, most)]
         for first, last, slots in blocks:
-            begin = slots[0][1]
-            here = plan.order[begin : slots[-1][2]]
-            chunk = _Chunk(
-                z=z_RD[here],
-                head=head_WD,
-                teacher=_TeacherRows(teacher, first, last, head_WD, buffers[1]),
-                local=plan.local[begin : slots[-1][2]] - first,
-                slots=tuple((start - begin, stop - begin) for _, start, stop in slots),
-                weights={term: w[here] for term, w in weights.items()},
-                label=None if labels is None else labels[here].clamp(min=0),
-                buffers=buffers,
-            )
-            chunk.softmax()
-            stats["agree"][here] = 0.0 if top1 is None else chunk.agreement(top1[first:last])
-            stats["alpha"][here] = alpha = chunk.overlap()
-            stats["loss"][here], dz[here] = chunk.loss_and_gradient(alpha, decay, dhead)
-        ctx.save_for_backward(dz, dhead)
+            law = _TeacherRows(teacher, first, last, buffers[1])
+            # rows of one head together
+            parts = [(0, slots)] if len(heads) == 1 else [(part[0], (part,)) for part in slots]
+            for number, part in parts:
+                begin, end = part[0][1], part[-1][2]
+                here = plan.order[begin:end]
+                chunk = _Chunk(
+                    z=z_RD[here],
+                    head=heads[number],
+                    teacher=law,
+                    mean_row=law.mean_row(heads[number]),
+                    local=plan.local[begin:end] - first,
+                    slots=tuple((start - begin, stop - begin) for _, start, stop in part),
+                    weights={term: w[here] for term, w in weights.items()},
+                    label=None if labels is None else labels[here].clamp(min=0),
+                    buffers=buffers,
+                )
+                chunk.softmax()
+                stats["agree"][here] = 0.0 if top1 is None else chunk.agreement(top1[first:last])
+                stats["alpha"][here] = alpha = chunk.overlap()
+                stats["loss"][here], dz[here] = chunk.loss_and_gradient(alpha, decay, dheads[number])
+        ctx.save_for_backward(dz, *dheads)
         return stats["loss"].sum()
 
     @staticmethod
     def backward(ctx, grad):
-        dz, dhead = ctx.saved_tensors
-        if grad != 1:  # a copy of both would be the highest memory of a step
-            dz, dhead = dz * grad, None if dhead is None else dhead * grad
-        return dz, dhead, None
+        dz, *dheads = ctx.saved_tensors
+        if grad != 1:  # a copy of all would be the highest memory of a step
+            dz, dheads = dz * grad, [None if dhead is None else dhead * grad for dhead in dheads]
+        return dz, None, *dheads
 
 
 class _TeacherRows:
-    """The target's law on the n target rows of a chunk: p [n, W], mass P [n], mean head row c [n, D],
-    negative entropy sum p/P log p/P [n]."""
+    """The target's law on the n target rows of a chunk: p [n, W], mass P [n], negative entropy
+    sum p/P log p/P [n]."""
 
-    def __init__(self, teacher: Teacher, first: int, last: int, head_WD: torch.Tensor, buffer: torch.Tensor):
+    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor):
         log_p = teacher.logits(first, last, buffer[: last - first])
         p = log_p.exp()
         self.mass = p.sum(-1).clamp(min=SMALLEST)
         self.p = p
         self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
-        self.mean_row = (p @ head_WD).div_(self.mass[:, None])
+
+    def mean_row(self, head_WD: torch.Tensor) -> torch.Tensor:
+        """c [n, D], the mean row of a head."""
+        return (self.p @ head_WD).div_(self.mass[:, None])
 
 
 @dataclass
 class _Chunk:
-    """All rows of one chunk. z [m, D]; local [m] target row of each; slots: row ranges with one slot each;
-    buffers: scratch of [most rows, W]. x holds the logits, then q, then what multiplies the head for the
-    gradient."""
+    """Rows of one chunk that share a head. z [m, D]; mean_row [n, D]: c; local [m] target row of each; slots:
+    row ranges with one slot each; buffers: scratch of [most rows, W]. x holds the logits, then q, then what
+    multiplies the head for the gradient."""
 
     z: torch.Tensor
     head: torch.Tensor
     teacher: _TeacherRows
+    mean_row: torch.Tensor
     local: torch.Tensor
     slots: tuple[tuple[int, int], ...]
     weights: dict[str, torch.Tensor]
@@ -217,11 +231,11 @@ class _Chunk:
         dz = self.x @ self.head
         if not wide:
             dz *= softmax_w[:, None]
-        dz -= self.teacher.mean_row[self.local] * kl_w[:, None]
+        dz -= self.mean_row[self.local] * kl_w[:, None]
         if dhead is not None:
             dhead.addmm_(self.x.t(), self.z if wide else self.z * softmax_w[:, None])
             kl_z = self.z * (kl_w / self.teacher.mass[self.local])[:, None]
-            summed = torch.zeros_like(self.teacher.mean_row).index_add_(0, self.local, kl_z)
+            summed = torch.zeros_like(self.mean_row).index_add_(0, self.local, kl_z)
             dhead.addmm_(self.teacher.p.t(), summed, alpha=-1)
         if ce_w is not None and self.label is not None:
             loss = loss + ce_w * (self.lse - self.label_logit)
@@ -237,7 +251,7 @@ class _Chunk:
         terms."""
         weights, local = self.weights, self.local
         zero = torch.zeros_like(alpha)
-        kl = self.teacher.negative_entropy[local] + self.lse - (self.teacher.mean_row[local] * self.z).sum(-1)
+        kl = self.teacher.negative_entropy[local] + self.lse - (self.mean_row[local] * self.z).sum(-1)
         kl_w, loss, tv_w = zero, zero, None
         if "kl" in weights:
             kl_w, loss = weights["kl"], weights["kl"] * kl

@@ -5,6 +5,7 @@ A family says which rows exist (`RowIndex`, from masks alone) and computes the d
 (`Rows`); the fused op `kernels/linear_divergence.py` does the rest. Knows no family.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,14 +94,21 @@ class Objective:
         return counts
 
     def loss(
-        self, rows: Rows, batch: FeatureBatch, head_WD: torch.Tensor, counts: torch.Tensor
+        self,
+        rows: Rows,
+        batch: FeatureBatch,
+        head_WD: torch.Tensor | Sequence[torch.Tensor],
+        counts: torch.Tensor,
     ) -> ObjectiveResult:
-        """This batch's share of the loss of the optimizer step whose global counts are `counts` [terms,
-        K]."""
+        """This batch's share of the loss of the optimizer step whose global counts are `counts` [terms, K].
+
+        head_WD: the drafter's head, or one for each slot.
+        """
         index = rows.index
         if not len(index.row):
             zeros = torch.zeros(index.slots, dtype=torch.float64)
-            zero = rows.state.sum() + head_WD[:0].sum()
+            heads = (head_WD,) if isinstance(head_WD, torch.Tensor) else head_WD
+            zero = rows.state.sum() + sum(head[:0].sum() for head in heads)
             return ObjectiveResult(
                 zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")}
             )

@@ -15,7 +15,8 @@ from torch import nn
 
 from spectrain.config import TrainConfig
 
-HEADS = ("lm_head.weight",)  # matrices whose rows are tokens: Muon is for maps between hidden states
+# Matrices whose rows are tokens have names that begin so; Muon is for maps between hidden states.
+HEADS = ("lm_head",)
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -73,7 +74,7 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
                 f"drafter parameter {name} is {parameter.dtype}: expected torch.float32 (train.dtype)"
             )
     muon = config.optimizer == "muon"
-    turned = [p for name, p in parameters.items() if muon and p.ndim == 2 and name not in HEADS]
+    turned = [p for name, p in parameters.items() if muon and p.ndim == 2 and not name.startswith(HEADS)]
     rest = [p for p in parameters.values() if not any(p is q for q in turned)]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, "share": 1.0},

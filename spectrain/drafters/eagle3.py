@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from spectrain.cache import CacheLayout, KVCache
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, spans
+from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, rows_by_slot, share_tensor
 from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Own, Run, ttt_attention
 from spectrain.objectives import RowIndex, Rows
@@ -146,15 +146,7 @@ class Eagle3(nn.Module):
 
     def index(self, tokens: TokenBatch) -> RowIndex:
         """The supervised (row, slot) pairs, step after step; within a step in the order of the tokens."""
-        found = spans(tokens)
-        rows, slots = [], []
-        for k in range(self.config.unroll):
-            step = [torch.arange(max(a - 1, d), b - 2 - k) for d, a, b in found if b - 2 - k > max(a - 1, d)]
-            rows += step
-            slots.append(torch.full((sum(map(len, step)),), k))
-        row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.long)
-        row, slot = row.to(tokens.ids.device), torch.cat(slots).long().to(tokens.ids.device)
-        return RowIndex(row=row, slot=slot, source=row + 1 + slot, slots=self.config.unroll)
+        return rows_by_slot(tokens, self.config.unroll)
 
     def rows(self, batch: FeatureBatch) -> Rows:
         """Unroll K steps over the packed row; the state after the final norm for every supervised pair."""

@@ -1,9 +1,10 @@
-"""Pieces that drafter families share: norm, rotary embedding, gated MLP, and the spans of a batch.
+"""Pieces that drafter families share: norm, rotary embedding, MLPs, and the rows of a batch.
 
 Knows no family. Legend: T tokens, D hidden, H heads, K head dim.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -11,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spectrain.data.packing import TokenBatch
 from spectrain.kernels.gated_mlp import gated_mlp
 from spectrain.kernels.rms_norm import rms_norm
+from spectrain.objectives import RowIndex
 
 
 class RMSNorm(nn.Module):
@@ -36,6 +38,28 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+
+
+class ResBlocks(nn.Module):
+    """`depth` times x + SiLU(W x + b), each with weights of its own, on x [N, D].
+
+    Starts as the identity: every W and b is zero. With `extra` the first block reads [N, D + extra] and its
+    x is a linear map to D, which starts as the first D channels.
+    """
+
+    def __init__(self, size: int, depth: int, *, extra: int = 0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size + (0 if i else extra), size) for i in range(depth))
+        for parameter in self.layers.parameters():
+            nn.init.zeros_(parameter)
+        skip = nn.Linear(size + extra, size, bias=False)
+        share_tensor(skip.weight, torch.eye(size, size + extra))
+        self.skip = skip if extra else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = (x if i else self.skip(x)) + F.silu(layer(x))
+        return x
 
 
 class Rotary(nn.Module):
@@ -67,6 +91,23 @@ def spans(tokens: TokenBatch) -> list[tuple[int, int, int]]:
     inside = (ids[bounds[:-1]] >= 0).tolist()
     begins = torch.tensor(tokens.offsets)[tokens.document_ids[bounds[:-1]].cpu()].tolist()
     return [(d, a, b) for d, a, b, keep in zip(begins, bounds, bounds[1:], inside, strict=False) if keep]
+
+
+def rows_by_slot(tokens: TokenBatch, slots: int) -> RowIndex:
+    """The supervised (row, slot) pairs of drafters that start from the target's states at token t = n - 1.
+
+    Row t counts at slot k iff tokens t + 1 and t + 2 + k lie in one span. Slot after slot; within a slot in
+    the order of the tokens.
+    """
+    found = spans(tokens)
+    rows, numbers = [], []
+    for k in range(slots):
+        step = [torch.arange(max(a - 1, d), b - 2 - k) for d, a, b in found if b - 2 - k > max(a - 1, d)]
+        rows += step
+        numbers.append(torch.full((sum(map(len, step)),), k))
+    row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.long)
+    row, slot = row.to(tokens.ids.device), torch.cat(numbers).long().to(tokens.ids.device)
+    return RowIndex(row=row, slot=slot, source=row + 1 + slot, slots=slots)
 
 
 def share_tensor(target: torch.Tensor, source: torch.Tensor) -> None:

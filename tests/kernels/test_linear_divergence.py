@@ -40,8 +40,10 @@ def problem(rows, *, kept=23, targets=None, slots=7, seed=0):
 
 
 def dense(p, terms, z, head):
-    """Loss of each row, alpha and agreement, with every law written out in full."""
-    log_q = torch.log_softmax(z @ head.T, -1)
+    """Loss of each row, alpha and agreement, with every law written out in full. head: [W, D], or one per
+    slot."""
+    rows = [z[r] @ (head if head.ndim == 2 else head[k]).T for r, k in enumerate(p.slot.tolist())]
+    log_q = torch.log_softmax(torch.stack(rows), -1)
     q, log_p = log_q.exp(), p.log_p[p.source]
     mass = log_p.exp().sum(-1, keepdim=True)
     log_r = log_p - mass.log()  # the target's law renormalised on the kept ids
@@ -104,6 +106,25 @@ def close(ours, expected, bound):
 @pytest.mark.parametrize("terms", [(term,) for term in TERMS] + [TERMS], ids="+".join)
 def test_loss_statistics_and_gradients_equal_the_dense_formulas(rows, terms):
     assert_equal_to_dense(problem(rows), terms)
+
+
+@pytest.mark.parametrize("chunk", [2, 64])
+@pytest.mark.parametrize("terms", [(term,) for term in TERMS] + [TERMS], ids="+".join)
+def test_each_slot_may_have_a_head_of_its_own(terms, chunk):
+    p = problem(90, slots=3)
+    draw = torch.Generator().manual_seed(1)
+    heads = torch.randn(3, *p.head.shape, generator=draw, dtype=torch.float64, requires_grad=True)
+    z = p.z.requires_grad_()
+    rows, alpha, agree = dense(p, terms, z, heads)
+    expected = torch.autograd.grad(rows.sum(), (z, heads))
+    own = [head.detach().requires_grad_() for head in heads]
+    loss, stats = fused(p, terms, z, own, dtype=torch.float64, chunk=chunk)
+    dz, *dheads = torch.autograd.grad(loss, (z, *own))
+    assert stats["agree"].tolist() == agree.double().tolist()
+    for ours, theirs in (
+        (loss, rows.sum()), (stats["alpha"], alpha), (dz, expected[0]), (torch.stack(dheads), expected[1])
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 90, 4096])

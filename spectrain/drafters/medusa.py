@@ -1,0 +1,152 @@
+"""Medusa-1: parallel heads on the target's last state (Cai et al. 2024, sections 2.1.1 and 2.2.1).
+
+Head k is a stack of residual blocks and a head over the kept ids, on the target's state after its final norm
+at token t alone: it sees neither the root x_n, n = t + 1, nor any draft token. It predicts token t + 2 + k,
+slot k of the root; the paper's head k + 1, whose head 0 is the target's own. Row t counts at slot k iff
+tokens t + 1 and t + 2 + k lie in one span. One document of 6 tokens with span {2, 3, 4} and 2 heads:
+    slot 0: rows 1, 2 (predict tokens 3, 4)   slot 1: row 1 (token 4)
+The paper's weight 0.8^k of head k is objective.slot_decay. All heads run once a round, so a deeper draft
+costs no step (an adaptive run should be told so: eval.runs.N.costs=[root, 0, node]), and their ranks do not
+depend on the parent: a tree is a product of ranks.
+
+The reference builds its blocks as one module used several times; here each has weights of its own, and the
+blocks start at zero, so that an untrained head says what the target's head says.
+Legend: T tokens, R rows, N states, M requests, K heads, D hidden, W kept ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spectrain.config import at_least, choose
+from spectrain.data.packing import TokenBatch
+from spectrain.drafters.autoregressive import grow
+from spectrain.drafters.layers import ResBlocks, rows_by_slot, share_tensor
+from spectrain.drafters.newest_row import NewestRows, check_reach
+from spectrain.features import FeatureBatch
+from spectrain.objectives import RowIndex, Rows
+from spectrain.proposal import Observation, Plan, Proposal, Sampler
+from spectrain.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    family: str = "medusa"
+    draft_vocab: int = 0
+    """Kept ids of the draft vocabulary; 0 keeps the target's whole vocabulary."""
+    heads: int = 5
+    """K, draft tokens in a row."""
+    blocks: int = 1
+    """Residual blocks of a head."""
+    head: str = "trained"
+    """trained: each head's own, copied from the target; frozen: the target's rows as they are for all."""
+
+    def __post_init__(self):
+        at_least("drafter.heads", self.heads, 1)
+        at_least("drafter.blocks", self.blocks, 1)
+        choose("drafter.head", self.head, ("trained", "frozen"))
+
+
+class Medusa(nn.Module):
+    """The network. state_dict() holds the trained tensors under the names that vLLM reads."""
+
+    kept_ids: torch.Tensor
+    rows_of_target: torch.Tensor
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target, kept_ids: torch.Tensor):
+        super().__init__()
+        self.config = config
+        self.vocab_size = target.vocab_size
+        D, own = target.hidden_size, config.heads if config.head == "trained" else 0
+        self.blocks = nn.ModuleList(ResBlocks(D, config.blocks) for _ in range(config.heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(D, len(kept_ids), bias=False) for _ in range(own))
+        rows = target.head.weight[kept_ids.to(target.device)].float()
+        for head in self.lm_heads:
+            share_tensor(head.weight, rows)
+        self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
+        self.register_buffer("rows_of_target", rows[: 0 if own else None], persistent=False)
+
+    def head_weight(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The head [W, D] of all slots, or that of each slot."""
+        return tuple(head.weight for head in self.lm_heads) if len(self.lm_heads) else self.rows_of_target
+
+    def index(self, tokens: TokenBatch) -> RowIndex:
+        """The supervised (row, slot) pairs, slot after slot."""
+        return rows_by_slot(tokens, self.config.heads)
+
+    def rows(self, batch: FeatureBatch) -> Rows:
+        """The state behind the blocks of head k for every supervised pair of slot k."""
+        index = self.index(batch.tokens)
+        states = []
+        for k, blocks in enumerate(self.blocks):
+            final = batch.final[index.row[index.slot == k]]
+            states.append(blocks(final.to(blocks.layers[0].weight.dtype)))
+        return Rows(index=index, state=torch.cat(states))
+
+    def logits(self, final_MD: torch.Tensor, slots: int) -> torch.Tensor:
+        """Logits [slots, M, W] of the first heads."""
+        states = torch.stack([blocks(final_MD) for blocks in self.blocks[:slots]])
+        if not len(self.lm_heads):
+            return F.linear(states, self.rows_of_target)
+        return torch.stack([head(state) for head, state in zip(self.lm_heads, states, strict=False)])
+
+    def start(self, num_requests: int, capacity: int) -> "MedusaDrafting":
+        """Decoding state for `num_requests` requests."""
+        return MedusaDrafting(self, num_requests)
+
+    def weights_read(self) -> tuple[int, int]:
+        """All once a round."""
+        return 0, sum(p.numel() for p in self.parameters()) + self.rows_of_target.numel()
+
+    def export_names(self, engine: str) -> dict[str, str]:
+        """Our tensor names to those of vLLM's Medusa, which are the same."""
+        return {name: name for name in self.state_dict()}
+
+
+class MedusaDrafting:
+    """The drafter at work on several requests (`spectrain.proposal.Drafting`).
+
+    logits_KMW: of all heads at the requests of one `propose`, whose rows are `row`; depth: of each node of a
+    request in order of arrival.
+    """
+
+    def __init__(self, drafter: Medusa, num_requests: int):
+        self.drafter = drafter
+        self.kept_ids, self.vocab_size = drafter.kept_ids, drafter.vocab_size
+        self.newest = NewestRows(num_requests, drafter.blocks[0].layers[0].weight[0])
+        self.steps = 0
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.newest.observe(observations)
+
+    @torch.no_grad()
+    def propose(self, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
+        check_reach(plan, self.drafter.config.heads)
+        self.steps += 1
+        self.logits_KMW = self.drafter.logits(self.newest.final[requests], plan.length)
+        self.row = {request: row for row, request in enumerate(requests)}
+        self.depth: dict[int, list[int]] = {request: [] for request in requests}
+        return grow(self, requests, plan, sampler)
+
+    def root_positions(self, requests: Sequence[int]) -> list[int]:
+        return [self.newest.positions[request] for request in requests]
+
+    def root_logits(self, requests: Sequence[int]) -> torch.Tensor:
+        return self.logits_KMW[0, [self.row[request] for request in requests]]
+
+    def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        depths = []
+        for request, parent in zip(requests, parents, strict=True):
+            known = self.depth[request]
+            depths.append(1 if parent < 0 else known[parent] + 1)
+            known.append(depths[-1])
+        return self.logits_KMW[depths, [self.row[request] for request in requests]]
+
+
+def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Medusa:
+    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending."""
+    return Medusa(config, target, kept_ids).to(target.device)

@@ -1,0 +1,38 @@
+"""What a drafter without a memory of the text keeps of each request: its newest observed row.
+
+Such a family (Medusa, Hydra) drafts from the target's state at position t = n - 1 and the root x_n, with one
+head per slot. Knows no head. Legend: M requests asked, D hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from spectrain.proposal import Observation, Plan
+
+
+class NewestRows:
+    """final [requests, D]: the target's state after its final norm at the newest row of each request; roots
+    int64 [requests]: the token x_n behind it; positions: n, 0 where nothing was observed."""
+
+    def __init__(self, num_requests: int, like_D: torch.Tensor):
+        self.final = like_D.new_zeros(num_requests, len(like_D))
+        self.roots = torch.full((num_requests,), -1, device=like_D.device)
+        self.positions = [0] * num_requests
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for o in observations:
+            known = self.positions[o.request]
+            assert o.start in (0, known), f"request {o.request}: row {o.start} follows {known} rows"
+            self.final[o.request] = o.final[-1]
+            self.roots[o.request] = o.next_ids[-1]
+            self.positions[o.request] = o.start + len(o.next_ids)
+
+
+def check_reach(plan: Plan, heads: int) -> None:
+    """Raise ValueError unless a drafter with `heads` heads can draft as deep as the plan says."""
+    if plan.length > heads:
+        raise ValueError(
+            f"{plan.shape} of length {plan.length}: the drafter has {heads} heads (drafter.heads), one per "
+            f"draft token in a row; expected a length of at most {heads} (eval.runs)"
+        )

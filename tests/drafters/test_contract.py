@@ -1,0 +1,446 @@
+"""What every drafter family promises, each found in conf/drafter/: one drafter, trained and at work.
+
+Families without parameters run the tests of proposals only.
+"""
+
+import importlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spectrain import checkpoint
+from spectrain.capture import capture_batch
+from spectrain.compose import families
+from spectrain.config import ObjectiveConfig, RunConfig, TrainConfig, WandbConfig
+from spectrain.data.packing import pack
+from spectrain.decode.engine import generate
+from spectrain.decode.sampling import Sampling
+from spectrain.kernels.linear_divergence import TERMS
+from spectrain.objectives import Objective
+from spectrain.optim import build_optimizer, trainable
+from spectrain.proposal import Observation, Plan
+from spectrain.target import Target
+from spectrain.testing import make_sample, random_samples, tiny_llama
+from spectrain.train import train
+
+V = 96
+KEPT = torch.arange(0, V, 3)  # a reduced draft vocabulary
+SMALL = {"eagle3": {"unroll": 3}, "medusa": {"heads": 3}, "hydra": {"heads": 3}}  # else the family's defaults
+
+
+def config_of(family):
+    return importlib.import_module(f"spectrain.drafters.{family}").Config(**SMALL.get(family, {}))
+
+
+def new_drafter(family, target, *, kept=KEPT):
+    """A drafter whose every parameter differs from its start."""
+    drafter = checkpoint.build_drafter(config_of(family), target, kept)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable(drafter).values():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return drafter.eval()
+
+
+TARGET = Target(tiny_llama(vocab=V))
+TRAINED = [family for family in families() if trainable(new_drafter(family, TARGET))]
+of_every_family = pytest.mark.parametrize("family", families())
+of_every_trained_family = pytest.mark.parametrize("family", TRAINED)
+
+
+def text(length, seed):
+    return torch.randint(0, V, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+A = make_sample("a", text(13, 1), "...SSSSSS.TTT")
+B = make_sample("b", text(9, 2), "SSSS..UUU")
+
+
+# Rows
+
+
+def states_of(drafter, samples):
+    """(sample id, position in the sample, slot) -> state."""
+    batch = capture_batch(TARGET, samples, drafter.taps)
+    with torch.no_grad():
+        rows = drafter.rows(batch)
+    tokens, index = batch.tokens, rows.index
+    samples = [tokens.sample_ids[document] for document in tokens.document_ids[index.row].tolist()]
+    places = zip(samples, tokens.positions[index.row].tolist(), index.slot.tolist(), strict=True)
+    return dict(zip(places, rows.state, strict=True))
+
+
+def assert_same(ours, theirs, *, sample_id=None):
+    theirs = {key: state for key, state in theirs.items() if sample_id in (None, key[0])}
+    assert ours.keys() == theirs.keys() and ours
+    for key, state in ours.items():
+        torch.testing.assert_close(state, theirs[key], atol=1e-5, rtol=0)
+
+
+@pytest.mark.case("O-T08")
+@of_every_trained_family
+def test_documents_of_5_and_4_tokens_give_each_root_its_labels(family):
+    """Token 0 of a document is no root: no row lies before it."""
+    drafter = new_drafter(family, TARGET)
+    tokens = pack([make_sample("a", [0] * 5, "SSSSS"), make_sample("b", [0] * 4, "SSSS")])
+    assert tokens.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    index = drafter.index(tokens)
+    assert torch.equal(index.source, index.row + 1 + index.slot)
+    most = index.slots
+    roots = [row + 1 for row in index.row.tolist()]
+    assert [roots.count(n) for n in range(9)] == [min(n, most) for n in (0, 3, 2, 1, 0, 0, 2, 1, 0)]
+
+
+@pytest.mark.case("O-T08")
+@of_every_trained_family
+def test_a_packed_document_has_the_states_that_it_has_alone(family):
+    drafter = new_drafter(family, TARGET)
+    assert_same(states_of(drafter, [B]), states_of(drafter, [A, B]), sample_id="b")
+
+
+@pytest.mark.case("O-T08")
+@of_every_trained_family
+def test_the_tokens_of_another_document_change_no_state(family):
+    drafter = new_drafter(family, TARGET)
+    other = make_sample("a", text(13, 3), "...SSSSSS.TTT")
+    first, second = (states_of(drafter, [x, B]) for x in (A, other))
+    assert all(torch.equal(state, second[key]) for key, state in first.items() if key[0] == "b")
+
+
+@of_every_trained_family
+def test_the_order_of_documents_changes_no_state(family):
+    drafter = new_drafter(family, TARGET)
+    assert_same(states_of(drafter, [A, B]), states_of(drafter, [B, A]))
+
+
+# Losses
+
+
+def head_of(drafter, slot):
+    head = drafter.head_weight()
+    return head if isinstance(head, torch.Tensor) else head[slot]
+
+
+def dense_loss(drafter, batch, terms, decay):
+    """The loss written out row by row in float64, from the rows' states on."""
+    rows = drafter.rows(batch)
+    index, kept = rows.index, drafter.kept_ids.tolist()
+    lost = {(term, k): [] for term in terms for k in range(index.slots)}
+    for state, slot, source in zip(rows.state, index.slot.tolist(), index.source.tolist(), strict=True):
+        log_q = torch.log_softmax(head_of(drafter, slot).double() @ state.double(), -1)
+        full = torch.softmax(TARGET.head.weight.double() @ batch.final[source].double(), -1)
+        p, label = full[drafter.kept_ids], int(batch.tokens.ids[source + 1])
+        if int(full.argmax()) in kept:
+            renormalised = p / p.sum()
+            lost["kl", slot].append((renormalised * (renormalised.log() - log_q)).sum())
+        if label in kept:
+            lost["ce", slot].append(-log_q[kept.index(label)])
+        lost["tv", slot].append(1 - torch.minimum(p, log_q.exp()).sum())
+    return sum(
+        terms[term] * decay**slot * torch.stack(values).mean()
+        for (term, slot), values in lost.items()
+        if values
+    )
+
+
+@of_every_trained_family
+def test_the_loss_and_its_gradients_equal_a_dense_reference(family):
+    drafter = new_drafter(family, TARGET)
+    terms = {"kl": 1.0, "ce": 0.5, "tv": 0.3}
+    batch = capture_batch(TARGET, random_samples(3, vocab=V), drafter.taps)
+    objective = Objective(ObjectiveConfig(terms=terms, slot_decay=0.7), drafter, TARGET)
+    counts = objective.count(drafter.index(batch.tokens), batch)
+    result = objective.loss(drafter.rows(batch), batch, drafter.head_weight(), counts)
+    expected = dense_loss(drafter, batch, terms, decay=0.7)
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    parameters = trainable(drafter)
+    ours, theirs = (
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for loss in (result.loss, expected)
+    )
+    for name, one, other in zip(parameters, ours, theirs, strict=True):
+        assert one is not None and other is not None, name
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max(), name
+
+
+@pytest.mark.parametrize("term", TERMS)
+@of_every_trained_family
+def test_every_objective_trains_the_family_or_is_refused_by_name(family, term):
+    drafter = new_drafter(family, TARGET)
+    batch = capture_batch(TARGET, [A, B], drafter.taps)
+    try:
+        objective = Objective(ObjectiveConfig(terms={term: 1.0}), drafter, TARGET)
+    except ValueError as refusal:
+        assert f"'{term}'" in str(refusal) and "objective.terms" in str(refusal) and family in str(refusal)
+        return
+    counts = objective.count(drafter.index(batch.tokens), batch)
+    result = objective.loss(drafter.rows(batch), batch, drafter.head_weight(), counts)
+    result.loss.backward()
+    grads = [parameter.grad for parameter in trainable(drafter).values()]
+    assert result.loss.isfinite() and result.loss > 0
+    assert all(grad.isfinite().all() for grad in grads) and any(grad.abs().max() > 0 for grad in grads)
+
+
+@of_every_trained_family
+def test_a_batch_that_supervises_nothing_gives_gradients_of_zero(family):
+    drafter = new_drafter(family, TARGET)
+    batch = capture_batch(TARGET, [make_sample("a", text(6, 1), "..S...")], drafter.taps)
+    objective = Objective(ObjectiveConfig(), drafter, TARGET)
+    rows = drafter.rows(batch)
+    assert not len(rows.index.row)
+    counts = objective.count(rows.index, batch)
+    objective.loss(rows, batch, drafter.head_weight(), counts).loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in trainable(drafter).values())
+
+
+@pytest.mark.case("O-T10")
+@of_every_trained_family
+def test_the_target_receives_no_gradient(family):
+    drafter = new_drafter(family, TARGET)
+    batch = capture_batch(TARGET, [A], drafter.taps)
+    TARGET.head.weight.requires_grad_(True)
+    try:
+        objective = Objective(ObjectiveConfig(), drafter, TARGET)
+        counts = objective.count(drafter.index(batch.tokens), batch)
+        objective.loss(drafter.rows(batch), batch, drafter.head_weight(), counts).loss.backward()
+    finally:
+        TARGET.head.weight.requires_grad_(False)
+    assert all(parameter.grad is None for parameter in TARGET.model.parameters())
+
+
+# Proposals
+
+
+@dataclass
+class Forced:
+    """A sampler that drafts the tokens it is told, by request and slot, or else the likeliest; keeps the
+    laws."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    greedy: bool = False
+    penalised: bool = False
+
+    def draft_law(self, logits):
+        self.logits.append(logits)
+        return torch.softmax(logits, -1)
+
+    def draw(self, law, *, requests, root_positions, slots):
+        likeliest = law.argmax(-1).tolist()
+        return [
+            self.tokens[request][slot] if request in self.tokens else token
+            for request, slot, token in zip(requests, slots, likeliest, strict=True)
+        ]
+
+
+def observed(batch, request, first, last):
+    """Rows first .. last - 1 of a batch of one document."""
+    rows, ids = slice(first, last), batch.tokens.ids
+    return Observation(request, first, ids[first + 1 : last + 1], batch.taps[rows], batch.final[rows])
+
+
+def batch_of(drafter, ids):
+    return capture_batch(TARGET, [make_sample("a", ids, "." + "S" * (len(ids) - 1))], drafter.taps)
+
+
+def reach(drafter):
+    """Draft tokens in a row that the tests ask for."""
+    return drafter.index(pack([A])).slots if trainable(drafter) else 3
+
+
+@of_every_trained_family
+def test_training_logits_equal_those_of_the_decode_loop(family):
+    """Round 1 from root x_6, whose draft goes wrong in slot 1; round 2 from root x_8; round 3 from x_9, where
+    nothing was accepted."""
+    drafter, ids = new_drafter(family, TARGET), text(24, 5)
+    batch, length = batch_of(drafter, ids), reach(drafter)
+    with torch.no_grad():
+        rows = drafter.rows(batch)
+        logits = [
+            head_of(drafter, k) @ state for k, state in zip(rows.index.slot.tolist(), rows.state, strict=True)
+        ]
+    trained = dict(
+        zip(zip(rows.index.row.tolist(), rows.index.slot.tolist(), strict=True), logits, strict=True)
+    )
+    drafting = drafter.start(1, 40)
+    for first, root, right in ((0, 6, 1), (6, 8, length), (8, 9, length)):
+        drafting.observe([observed(batch, 0, first, root)])
+        wrong = [(token + 1) % V for token in ids[root + 1 + right : root + 1 + length]]
+        forced = Forced({0: ids[root + 1 : root + 1 + right] + wrong})
+        (proposal,) = drafting.propose([0], Plan("chain", length), forced)
+        assert proposal.tokens.tolist() == forced.tokens[0] and len(forced.logits) == length
+        for k in range(min(length, right + 1)):
+            found = forced.logits[k][0]
+            torch.testing.assert_close(found[KEPT], trained[root - 1, k], atol=1e-5, rtol=0)
+            assert (found > -torch.inf).sum() == len(KEPT)
+
+
+def assert_same_proposals(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.parents == other.parents
+        assert (one.q is None) == (other.q is None)
+        if one.q is not None:
+            torch.testing.assert_close(
+                torch.stack(list(one.q)), torch.stack(list(other.q)), atol=1e-5, rtol=0
+            )
+
+
+def repeating(seed):
+    """A text that says everything twice, so that a look-up finds something."""
+    return text(10, seed) * 2
+
+
+@of_every_family
+def test_proposals_after_a_rejection_equal_those_of_a_fresh_start_on_the_accepted_text(family):
+    drafter = new_drafter(family, TARGET)
+    batch, plan = batch_of(drafter, repeating(7)), Plan("chain", reach(drafter))
+    drafting, fresh = drafter.start(1, 40), drafter.start(1, 40)
+    drafting.observe([observed(batch, 0, 0, 11)])
+    drafting.propose([0], plan, Forced())
+    drafting.observe([observed(batch, 0, 11, 12)])  # all rejected
+    drafting.propose([0], plan, Forced())
+    drafting.observe([observed(batch, 0, 12, 14)])  # one accepted
+    fresh.observe([observed(batch, 0, 0, 14)])
+    assert_same_proposals(*(each.propose([0], plan, Forced()) for each in (drafting, fresh)))
+
+
+@of_every_trained_family
+def test_trees_after_a_rejection_equal_those_of_a_fresh_start(family):
+    drafter = new_drafter(family, TARGET)
+    batch = batch_of(drafter, repeating(7))
+    plan = Plan("tree", min(2, reach(drafter)), nodes=6, top_k=3)
+    drafting, fresh = drafter.start(1, 40), drafter.start(1, 40)
+    drafting.observe([observed(batch, 0, 0, 11)])
+    drafting.propose([0], plan, Forced())
+    drafting.observe([observed(batch, 0, 11, 13)])
+    fresh.observe([observed(batch, 0, 0, 13)])
+    assert_same_proposals(*(each.propose([0], plan, Forced()) for each in (drafting, fresh)))
+
+
+@of_every_family
+def test_a_proposal_does_not_depend_on_the_other_requests_or_their_order(family):
+    drafter = new_drafter(family, TARGET)
+    batches, plan = [batch_of(drafter, repeating(seed)) for seed in (7, 8, 9)], Plan("chain", reach(drafter))
+    roots = (11, 14, 12)
+    drafting = drafter.start(3, 40)
+    drafting.observe([observed(batches[r], r, 0, roots[r]) for r in (2, 0, 1)])
+    together = dict(zip((1, 2, 0), drafting.propose([1, 2, 0], plan, Forced()), strict=True))
+    for r in range(3):
+        alone = drafter.start(1, 40)
+        alone.observe([observed(batches[r], 0, 0, roots[r])])
+        assert_same_proposals([together[r]], alone.propose([0], plan, Forced()))
+
+
+@of_every_family
+def test_a_place_that_is_given_to_a_new_request_forgets_the_old_one(family):
+    drafter, plan = new_drafter(family, TARGET), Plan("chain", 1)
+    old, new = (batch_of(drafter, repeating(seed)) for seed in (7, 8))
+    drafting, fresh = drafter.start(1, 40), drafter.start(1, 40)
+    drafting.observe([observed(old, 0, 0, 14)])
+    drafting.propose([0], plan, Forced())
+    for each in (drafting, fresh):
+        each.observe([observed(new, 0, 0, 11)])
+    assert_same_proposals(*(each.propose([0], plan, Forced()) for each in (drafting, fresh)))
+
+
+@of_every_family
+def test_greedy_text_with_the_drafter_is_the_targets_own(family):
+    drafter = new_drafter(family, TARGET)
+    prompts = [repeating(7), text(5, 8)]
+    call = {"sampling": Sampling(), "max_new_tokens": 16, "stop_ids": [], "batch_size": 2}
+    plain, _ = generate(TARGET, prompts, **call)
+    fast, _ = generate(TARGET, prompts, **call, drafter=drafter, plan=Plan("chain", reach(drafter)))
+    assert [each.ids for each in fast] == [each.ids for each in plain]
+
+
+# Training
+
+
+def run_config(family, **settings):
+    fixed = {"dtype": "float32", "features": "online", "batch_tokens": 80, "micro_tokens": 80}
+    return RunConfig(
+        recipe="contract",
+        device="cpu",
+        drafter=config_of(family),
+        objective=ObjectiveConfig(terms={"ce": 1.0}),
+        train=TrainConfig(**fixed | settings),
+        wandb=WandbConfig(enabled=False),
+    )
+
+
+@of_every_trained_family
+def test_a_conversation_learnt_by_heart_is_drafted(family, tmp_path):
+    """Its reply is the target's own greedy text; of the draft tokens at least 95% are accepted."""
+    prompt, length = list(range(20, 32)), 32
+    call = {"sampling": Sampling(), "max_new_tokens": length, "stop_ids": [], "batch_size": 1}
+    plain, _ = generate(TARGET, [prompt], **call)
+    reply = list(plain[0].ids)
+    assert len(set(reply)) > length // 3  # a text, not a loop
+    sample = make_sample("a", prompt + reply, "." * len(prompt) + "S" * length)
+    config = run_config(family, passes=STEPS, learning_rate=1e-2, clip=1.0, save_every=STEPS)
+    drafter = checkpoint.build_drafter(config.drafter, TARGET, torch.arange(V))
+    result = train(config, TARGET, SimpleNamespace(train=[sample]), None, drafter, tmp_path)
+    assert result.step == STEPS <= 300
+    plan = Plan("chain", min(4, reach(drafter)))
+    found, _ = generate(TARGET, [prompt], **call, drafter=drafter.eval(), plan=plan)
+    assert list(found[0].ids) == reply
+    drafted = sum(r.drafted for r in found[0].rounds)
+    accepted = sum(r.accepted for r in found[0].rounds)
+    assert drafted >= length // 2
+    assert accepted >= 0.95 * drafted
+
+
+STEPS = 120
+
+
+class Stop(Exception):
+    pass
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@of_every_trained_family
+def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(family, tmp_path):
+    samples = random_samples(4, vocab=V)
+
+    def run(folder, stop_at):
+        def scores(drafter):
+            if len(checkpoint.complete(folder)) == stop_at:
+                raise Stop
+            return {"tau": 1.0}
+
+        config = run_config(family, max_steps=3, save_every=1, keep=3, eval_every=1)
+        drafter = checkpoint.build_drafter(config.drafter, TARGET, KEPT)
+        train(config, TARGET, SimpleNamespace(train=samples), None, drafter, folder, scores)
+
+    run(tmp_path / "whole", None)
+    with pytest.raises(Stop):
+        run(tmp_path / "stopped", 1)
+    run(tmp_path / "stopped", None)
+    whole, stopped = (checkpoint.latest(tmp_path / name) for name in ("whole", "stopped"))
+    assert contents(stopped) == contents(whole)
+
+
+@of_every_trained_family
+def test_a_loaded_checkpoint_is_the_drafter_bit_for_bit(family, tmp_path):
+    drafter = new_drafter(family, TARGET)
+    state = {"step": 1, "tau": None}
+    optimizer = build_optimizer(drafter, TrainConfig())
+    folder = checkpoint.save(tmp_path, drafter, optimizer, state, target=TARGET.fingerprint(), keep=1)
+    loaded = checkpoint.load_drafter(folder, TARGET)
+    assert (loaded.config, loaded.taps) == (drafter.config, drafter.taps)
+    assert torch.equal(loaded.kept_ids, drafter.kept_ids)
+    before, after = trainable(drafter), trainable(loaded)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(parameter, after[name]) for name, parameter in before.items())
+    logits = []
+    for each in (drafter, loaded):
+        drafting, forced = each.start(1, 40), Forced()
+        drafting.observe([observed(batch_of(each, text(12, 3)), 0, 0, 8)])
+        drafting.propose([0], Plan("chain", reach(each)), forced)
+        logits.append(torch.cat(forced.logits))
+    assert torch.equal(*logits)
