@@ -17,6 +17,7 @@ Legend: T tokens, R rows, N states, K heads, S tokens seen, D hidden, W kept ids
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,10 @@ class Hydra(nn.Module):
         """A head at each step, their mean."""
         every = sum(p.numel() for p in self.parameters()) // self.config.heads
         return every + self.rows_of_target.numel(), 0
+
+    def engine_config(self, target: Target) -> dict[str, Any]:
+        """Always ValueError: no engine has Hydra's heads."""
+        raise ValueError("stages: export writes no hydra drafter, which no engine loads; leave it out")
 
 
 class HydraDrafting:
