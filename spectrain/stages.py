@@ -156,12 +156,20 @@ def train(road: Road) -> None:
     stored = config.train.features == "stored"
     store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
+    drafter = road.new_drafter(target)
+    # A headline run that the drafter cannot draft is refused now, by drafting three tokens.
+    trial = replace(
+        config,
+        eval=replace(config.eval, max_new_tokens=3),
+        train=replace(config.train, eval_prompts=1),
+    )
+    decode_held_out(trial, target, drafter.eval())
     train(
         config,
         target,
         road.prepared,
         store,
-        road.new_drafter(target),
+        drafter,
         road.folder,
         evaluate=lambda drafter: decode_held_out(config, target, drafter),
     )

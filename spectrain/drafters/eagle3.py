@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from spectrain.cache import CacheLayout, KVCache
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, rows_by_slot, share_tensor
+from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, supervised_rows
 from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Own, Run, ttt_attention
 from spectrain.objectives import RowIndex, Rows
@@ -146,7 +146,7 @@ class Eagle3(nn.Module):
 
     def index(self, tokens: TokenBatch) -> RowIndex:
         """The supervised (row, slot) pairs, step after step; within a step in the order of the tokens."""
-        return rows_by_slot(tokens, self.config.unroll)
+        return supervised_rows(tokens, self.config.unroll)
 
     def rows(self, batch: FeatureBatch) -> Rows:
         """Unroll K steps over the packed row; the state after the final norm for every supervised pair."""

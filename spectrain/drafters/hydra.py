@@ -26,7 +26,7 @@ from torch import nn
 from spectrain.config import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import ResBlocks, rows_by_slot, share_tensor
+from spectrain.drafters.layers import ResBlocks, share_tensor, supervised_rows
 from spectrain.drafters.newest_row import NewestRows, check_reach
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
@@ -67,10 +67,11 @@ class Hydra(nn.Module):
         self.blocks = nn.ModuleList(
             ResBlocks(D, config.blocks, extra=(k + 1) * D) for k in range(config.heads)
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(D, len(kept_ids), bias=False) for _ in range(own))
+        heads = [nn.Linear(D, len(kept_ids), bias=False) for _ in range(own)]
         rows = target.head.weight[kept_ids.to(target.device)].float()
-        for head in self.lm_heads:
+        for head in heads:
             share_tensor(head.weight, rows)
+        self.lm_heads = nn.ModuleList(heads)
         self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
         self.register_buffer("rows_of_target", rows[: 0 if own else None], persistent=False)
         self._embedding = (target.embedding,)  # in a tuple, so that it is no submodule
@@ -78,16 +79,17 @@ class Hydra(nn.Module):
     def state(self, slot: int, final_ND: torch.Tensor, seen_NS: torch.Tensor) -> torch.Tensor:
         """The state [N, D] of head `slot` at target states and the S = slot + 1 tokens behind each."""
         embedded = self._embedding[0](seen_NS).flatten(1)
-        dtype = self.blocks[slot].layers[0].weight.dtype
+        dtype = next(self.parameters()).dtype
         return self.blocks[slot](torch.cat((final_ND.to(dtype), embedded.to(dtype)), -1))
 
     def head_weight(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The head [W, D] of all slots, or that of each slot."""
-        return tuple(head.weight for head in self.lm_heads) if len(self.lm_heads) else self.rows_of_target
+        own = tuple(self.lm_heads.parameters())
+        return own or self.rows_of_target
 
     def index(self, tokens: TokenBatch) -> RowIndex:
         """The supervised (row, slot) pairs, slot after slot."""
-        return rows_by_slot(tokens, self.config.heads)
+        return supervised_rows(tokens, self.config.heads)
 
     def rows(self, batch: FeatureBatch) -> Rows:
         """The state of head k, behind the text's own tokens, for every supervised pair of slot k."""
@@ -123,7 +125,7 @@ class HydraDrafting:
     def __init__(self, drafter: Hydra, num_requests: int):
         self.drafter = drafter
         self.kept_ids, self.vocab_size = drafter.kept_ids, drafter.vocab_size
-        self.newest = NewestRows(num_requests, drafter.blocks[0].layers[0].bias)
+        self.newest = NewestRows(num_requests, drafter)
         self.paths: dict[int, list[list[int]]] = {}
         self.steps = 0
 

@@ -93,7 +93,7 @@ def spans(tokens: TokenBatch) -> list[tuple[int, int, int]]:
     return [(d, a, b) for d, a, b, keep in zip(begins, bounds, bounds[1:], inside, strict=False) if keep]
 
 
-def rows_by_slot(tokens: TokenBatch, slots: int) -> RowIndex:
+def supervised_rows(tokens: TokenBatch, slots: int) -> RowIndex:
     """The supervised (row, slot) pairs of drafters that start from the target's states at token t = n - 1.
 
     Row t counts at slot k iff tokens t + 1 and t + 2 + k lie in one span. Slot after slot; within a slot in

@@ -25,7 +25,7 @@ from torch import nn
 from spectrain.config import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import ResBlocks, rows_by_slot, share_tensor
+from spectrain.drafters.layers import ResBlocks, share_tensor, supervised_rows
 from spectrain.drafters.newest_row import NewestRows, check_reach
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
@@ -64,20 +64,22 @@ class Medusa(nn.Module):
         self.vocab_size = target.vocab_size
         D, own = target.hidden_size, config.heads if config.head == "trained" else 0
         self.blocks = nn.ModuleList(ResBlocks(D, config.blocks) for _ in range(config.heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(D, len(kept_ids), bias=False) for _ in range(own))
+        heads = [nn.Linear(D, len(kept_ids), bias=False) for _ in range(own)]
         rows = target.head.weight[kept_ids.to(target.device)].float()
-        for head in self.lm_heads:
+        for head in heads:
             share_tensor(head.weight, rows)
+        self.lm_heads = nn.ModuleList(heads)
         self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
         self.register_buffer("rows_of_target", rows[: 0 if own else None], persistent=False)
 
     def head_weight(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The head [W, D] of all slots, or that of each slot."""
-        return tuple(head.weight for head in self.lm_heads) if len(self.lm_heads) else self.rows_of_target
+        own = tuple(self.lm_heads.parameters())
+        return own or self.rows_of_target
 
     def index(self, tokens: TokenBatch) -> RowIndex:
         """The supervised (row, slot) pairs, slot after slot."""
-        return rows_by_slot(tokens, self.config.heads)
+        return supervised_rows(tokens, self.config.heads)
 
     def rows(self, batch: FeatureBatch) -> Rows:
         """The state behind the blocks of head k for every supervised pair of slot k."""
@@ -85,7 +87,7 @@ class Medusa(nn.Module):
         states = []
         for k, blocks in enumerate(self.blocks):
             final = batch.final[index.row[index.slot == k]]
-            states.append(blocks(final.to(blocks.layers[0].weight.dtype)))
+            states.append(blocks(final.to(next(self.parameters()).dtype)))
         return Rows(index=index, state=torch.cat(states))
 
     def logits(self, final_MD: torch.Tensor, slots: int) -> torch.Tensor:
@@ -124,7 +126,7 @@ class MedusaDrafting:
     def __init__(self, drafter: Medusa, num_requests: int):
         self.drafter = drafter
         self.kept_ids, self.vocab_size = drafter.kept_ids, drafter.vocab_size
-        self.newest = NewestRows(num_requests, drafter.blocks[0].layers[0].weight[0])
+        self.newest = NewestRows(num_requests, drafter)
         self.steps = 0
 
     def observe(self, observations: Sequence[Observation]) -> None:

@@ -7,15 +7,17 @@ head per slot. Knows no head. Legend: M requests asked, D hidden.
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from spectrain.proposal import Observation, Plan
 
 
 class NewestRows:
-    """final [requests, D]: the target's state after its final norm at the newest row of each request; roots
+    """Of drafters whose heads are `layers.ResBlocks` called `blocks`. final [requests, D]: the target's state after its final norm at the newest row of each request; roots
     int64 [requests]: the token x_n behind it; positions: n, 0 where nothing was observed."""
 
-    def __init__(self, num_requests: int, like_D: torch.Tensor):
+    def __init__(self, num_requests: int, drafter: nn.Module):
+        like_D = drafter.get_parameter("blocks.0.layers.0.bias")
         self.final = like_D.new_zeros(num_requests, len(like_D))
         self.roots = torch.full((num_requests,), -1, device=like_D.device)
         self.positions = [0] * num_requests
