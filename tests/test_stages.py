@@ -217,3 +217,17 @@ def test_a_run_killed_in_every_stage_ends_as_if_it_had_not_been(finished, inputs
     assert exported[0].keys() == exported[1].keys()
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
     assert (run_dir / "report.json").exists()
+
+
+def test_what_the_drafter_cannot_draft_is_refused_before_its_training(inputs, tmp_path, monkeypatch, capsys):
+    """Such as a chain deeper than a Medusa has heads."""
+
+    def refuse(config, target, drafter):
+        assert (config.eval.max_new_tokens, config.train.eval_prompts) == (3, 1)
+        raise ValueError("chain of length 3: the drafter has 2 heads")
+
+    monkeypatch.setattr("spectrain.eval.run.decode_held_out", refuse)
+    words = ["stages=[prepare,train]", "train.features=online"]
+    assert spectrain(inputs, tmp_path / "run", *words) == 2
+    assert "chain of length 3: the drafter has 2 heads" in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/checkpoints").exists()

@@ -13,8 +13,11 @@ from spectrain.proposal import Observation, Plan
 
 
 class NewestRows:
-    """Of drafters whose heads are `layers.ResBlocks` called `blocks`. final [requests, D]: the target's state after its final norm at the newest row of each request; roots
-    int64 [requests]: the token x_n behind it; positions: n, 0 where nothing was observed."""
+    """For a drafter whose heads are `layers.ResBlocks` named `blocks`.
+
+    final [requests, D]: the target's state after its final norm at the newest row of each request; roots
+    int64 [requests]: the token x_n behind it; positions: n, 0 where nothing was observed.
+    """
 
     def __init__(self, num_requests: int, drafter: nn.Module):
         like_D = drafter.get_parameter("blocks.0.layers.0.bias")
