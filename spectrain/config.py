@@ -138,6 +138,8 @@ class TrainConfig:
     """Compute dtype; weights, moments and losses are float32."""
     features: str = "stored"
     """stored: read what the capture stage wrote. online: run the target in the loop, nothing on disk."""
+    taps_bits: int = 0
+    """Bits of a value of the stored taps: 0 as in the target's dtype, 8 a float8 with a scale per token."""
     save_every: int = 50
     """Optimizer steps between checkpoints."""
     keep: int = 2
@@ -155,6 +157,11 @@ class TrainConfig:
     def __post_init__(self):
         choose("train.optimizer", self.optimizer, ("adamw", "muon"))
         choose("train.features", self.features, ("stored", "online"))
+        choose("train.taps_bits", self.taps_bits, (0, 8))
+        if self.taps_bits and self.features == "online":
+            raise ValueError(
+                f"train.taps_bits={self.taps_bits}: no effect with train.features=online; expected 0"
+            )
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
         choose("train.schedule", self.schedule, ("cosine", "linear"))
         at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)

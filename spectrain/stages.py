@@ -144,6 +144,7 @@ def capture(road: Road) -> None:
         road.folder / "features",
         micro_tokens=settings.micro_tokens,
         max_bad_fraction=settings.max_bad_fraction,
+        taps_bits=settings.taps_bits,
     )
 
 
