@@ -76,7 +76,14 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
     prompts: str = "quickstart"
-    """JSONL file of prompts (`id`, `turns`), or "quickstart"."""
+    """JSONL file of prompts (`id`, `turns`) or of conversations whose answers are given anew, or
+    "quickstart"."""
+    server: str = ""
+    """OpenAI-compatible server that answers (http://host:8000); empty: the target in this process."""
+    model: str = ""
+    """Name of the target on the server; empty: the only one there."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request to the server (for example top_k: 20)."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     """One answer per prompt and temperature."""
     in_turn: bool = False
@@ -85,7 +92,7 @@ class RegenerateConfig:
     max_new_tokens: int = 160
     """Longest answer in tokens."""
     batch: int = 64
-    """Answers generated at once."""
+    """Answers generated at once; of a server, requests under way at once."""
 
     def __post_init__(self):
         for temperature in self.temperatures:
@@ -93,6 +100,10 @@ class RegenerateConfig:
         above_zero("regenerate.top_p", self.top_p, 1.0)
         at_least("regenerate.max_new_tokens", self.max_new_tokens, 1)
         at_least("regenerate.batch", self.batch, 1)
+        if not self.server:
+            for key, value in (("model", self.model), ("request", self.request)):
+                if value:
+                    raise ValueError(f"regenerate.{key}={value!r}: no effect without regenerate.server")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,7 +198,9 @@ def report(road: Road) -> None:
 def regenerate(road: Road) -> None:
     from spectrain.regenerate import regenerate
 
-    regenerate(road.config, road.target(road.config.target.dtype), road.folder / "regenerated.jsonl")
+    config = road.config
+    target = None if config.regenerate.server else road.target(config.target.dtype)
+    regenerate(config, target, road.folder / "regenerated.jsonl")
 
 
 WORK: dict[str, Callable[[Road], None]] = {
