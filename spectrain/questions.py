@@ -113,8 +113,7 @@ def load_questions(source: str) -> list[Question]:
     lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
     written = [(number, line) for number, line in lines if line.strip()]
     if not written or '"turns"' in written[0][1]:
-        prompts = load_prompts(str(path))
-        return [Question(p.id, tuple({"role": "user", "content": t} for t in p.turns)) for p in prompts]
+        return [Question(prompt.id, _asked(prompt.turns)) for prompt in load_prompts(str(path))]
     questions: dict[str, Question] = {}
     for number, line in written:
         question = _parse(line, path, number)
@@ -122,6 +121,14 @@ def load_questions(source: str) -> list[Question]:
             raise ValueError(f"{path}:{number}: id {question.id!r} occurs twice")
         questions[question.id] = question
     return list(questions.values())
+
+
+def _asked(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """User turns with places for the answers between them."""
+    turns = [
+        {"role": role, "content": text} for t in texts for role, text in (("user", t), ("assistant", ""))
+    ]
+    return tuple(turns[:-1])
 
 
 def _parse(line: str, path: Path, number: int) -> Question:

@@ -111,6 +111,7 @@ def test_of_equal_logits_the_lowest_id_is_the_argmax(monkeypatch):
     assert capture_batch(target, [make_sample("a", [1, 2], ".S")], (0,)).argmax.tolist() == [0, -1]
 
 
+@pytest.mark.case("O-S02")
 def test_a_quantised_head_is_refused():
     target = Target(tiny_llama())
     target.head.weight = torch.nn.Parameter(target.head.weight.to(torch.int8), requires_grad=False)

@@ -86,7 +86,9 @@ def write(path, *rows):
 def test_prompts_and_conversations_are_read_from_a_file(tmp_path):
     tools = [{"type": "function", "function": {"name": "weather"}}]
     prompts = write(tmp_path / "p.jsonl", {"id": "one", "turns": ["a", "b"]})
-    assert load_questions(prompts) == [Question("one", (turn("user", "a"), turn("user", "b")))]
+    assert load_questions(prompts) == [
+        Question("one", (turn("user", "a"), turn("assistant", ""), turn("user", "b")))
+    ]
     share = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     rows = write(tmp_path / "c.jsonl", {"id": 7, "messages": WEATHER, "tools": tools}, share)
     first, second = load_questions(rows)
