@@ -46,15 +46,13 @@ def regenerate(config: RunConfig, target: Target | None, out: Path) -> None:
     settings = config.regenerate
     questions = load_questions(settings.prompts)
     assert (target is None) == bool(settings.server)
-    server = None
-    if target is None:
-        server = ChatServer.connect(settings.server, settings.model, settings.request)
+    source = target or ChatServer.connect(settings.server, settings.model, settings.request)
     asked = asdict(settings)
     how = {key: asked.pop(key) for key in ("server", "batch")}  # no answer depends on them
     asked |= {
         "questions": fingerprint([[q.id, q.given, q.tools] for q in questions]),
         "seed": config.train.seed,
-        "target": {"model": server.model} if server is not None else target.fingerprint(),
+        "target": {"model": source.model} if isinstance(source, ChatServer) else source.fingerprint(),
         "template_arguments": config.corpus.template_arguments,
     }
     process = PartialState(cpu=target is None or target.device.type == "cpu")
@@ -78,10 +76,10 @@ def regenerate(config: RunConfig, target: Target | None, out: Path) -> None:
     process.wait_for_everyone()  # all have read before one appends
     mine = jobs[process.process_index :: process.num_processes]
     stride = max(16, *(q.answers for q in questions))  # answers of one question have keys of their own
-    if server is not None:
-        rows = _served(config, server, mine, stride)
+    if isinstance(source, ChatServer):
+        rows = _served(config, source, mine, stride)
     else:
-        rows = _in_process(config, target, mine, stride)
+        rows = _in_process(config, source, mine, stride)
     _write(rows, len(mine), _part(out, process.process_index))
     process.wait_for_everyone()
     if process.is_main_process:
