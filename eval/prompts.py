@@ -46,10 +46,12 @@ def load_prompts(source: str, *, limit: int = 0) -> list[Prompt]:
     return spread[: limit or None]
 
 
-def render(tokenizer, messages: Sequence[dict[str, str]], template_arguments: dict[str, Any]) -> list[int]:
+def render(
+    tokenizer, messages: Sequence[dict[str, Any]], template_arguments: dict[str, Any], *, tools: Any = None
+) -> list[int]:
     """Token ids of a conversation up to where the target answers, by the tokenizer's chat template."""
     text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **template_arguments
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **template_arguments
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -79,7 +79,7 @@ def open_source(
     target.self_test()
     if store is None:
         return online(target, samples, tap_ids)
-    store.check(target.fingerprint(), tap_ids, samples)
+    store.check(target.fingerprint(), tap_ids, samples, taps_bits=config.taps_bits)
     _compare_one(target, samples, store)
     if store.damaged:
         lost = len(samples) - len(store.lengths) - len(store.rejected)

@@ -8,6 +8,7 @@ vocabulary, L taps.
 """
 
 import errno
+import json
 import logging
 import shutil
 import sys
@@ -151,56 +152,67 @@ def capture(
     *,
     micro_tokens: int,
     max_bad_fraction: float = TrainConfig.max_bad_fraction,
+    taps_bits: int = TrainConfig.taps_bits,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write the features of `samples` to shards in `folder` and return the manifest; only missing shards are
     computed.
 
     One shard is one packed row of at most `micro_tokens` tokens; with several processes each writes its
-    share. Raises ValueError when the target fails its self-test or too many samples are rejected, OSError
-    when the disk is too small.
+    share, and what is written depends neither on their number nor on where an earlier run stopped. Raises
+    ValueError when the target fails its self-test or too many samples are rejected, OSError when the disk is
+    too small.
     """
     target.self_test()
     order = id_order(samples)
-    settings = capture_settings(target.fingerprint(), tap_ids, micro_tokens, hash_samples(samples, order))
+    content = hash_samples(samples, order)
+    settings = capture_settings(target.fingerprint(), tap_ids, micro_tokens, content, taps_bits)
     plan = plan_rows([len(sample.ids) for sample in samples], order, micro_tokens)
+    rows = [[samples[i] for i in row] for row in plan]
     process = PartialState(cpu=target.device.type == "cpu")
     if process.is_main_process:
         _open(folder, settings)
     process.wait_for_everyone()
-    own = range(process.process_index, len(plan), process.num_processes)
-    mine = _missing(folder, own)
+    own = range(process.process_index, len(rows), process.num_processes)
+    mine = _missing(folder, rows, own)
     missing = gather_object(mine)
     if process.is_main_process:
-        tokens = sum(len(samples[i].ids) for number in missing for i in plan[number])
-        needed = tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype)
-        _check_space(folder, needed, len(missing), len(plan))
+        tokens = sum(len(sample.ids) for number in missing for sample in rows[number])
+        needed = tokens * bytes_per_token(len(tap_ids), target.hidden_size, target.dtype, taps_bits)
+        _check_space(folder, needed, len(missing), len(rows))
     process.wait_for_everyone()
-    new = set(mine)
-    rejected = _rejected(_records(folder, [number for number in own if number not in new]))
+    rejected = _rejected(_records(folder, sorted(set(own) - set(mine))))
     interval = 0.1 if sys.stderr.isatty() else 10
     hidden = not (progress and process.is_main_process)
     with tqdm(
-        total=sum(len(samples[i].ids) for number in mine for i in plan[number]),
+        total=sum(len(sample.ids) for number in mine for sample in rows[number]),
         unit="tok", desc="capture", disable=hidden, mininterval=interval,
     ) as bar:  # fmt: skip
         for number in mine:
-            row = [samples[i] for i in plan[number]]
-            kept, batch, bad = reject_bad(row, capture_batch(target, row, tap_ids))
+            kept, batch, bad = reject_bad(rows[number], capture_batch(target, rows[number], tap_ids))
             for sample_id, layer in bad:
                 log.warning("sample %s rejected: non-finite states at layer %s", sample_id, layer)
             rejected += bad
             check_rejected(rejected, len(rejected), len(samples), max_bad_fraction)
-            write_shard(shard_path(folder, number), kept, batch, bad)
-            bar.update(sum(len(sample.ids) for sample in row))
+            write_shard(shard_path(folder, number), kept, batch, bad, taps_bits=taps_bits)
+            bar.update(sum(len(sample.ids) for sample in rows[number]))
     process.wait_for_everyone()
     if process.is_main_process:
-        records = _records(folder, range(len(plan)))
-        rejected = _rejected(records)
-        check_rejected(rejected, len(rejected), len(samples), max_bad_fraction)
-        write_manifest(folder, settings, records)
+        _finish(folder, settings, len(rows), len(samples), max_bad_fraction)
     process.wait_for_everyone()
     return read_json(folder / MANIFEST)
+
+
+def _finish(
+    folder: Path, settings: dict[str, Any], num_shards: int, num_samples: int, max_bad_fraction: float
+) -> None:
+    """Gather what all processes wrote into the manifest and say what was left out."""
+    records = _records(folder, range(num_shards))
+    rejected = _rejected(records)
+    check_rejected(rejected, len(rejected), num_samples, max_bad_fraction)
+    if rejected:
+        log.warning("capture: %d of %d samples left out, non-finite states", len(rejected), num_samples)
+    write_manifest(folder, settings, records)
 
 
 def _open(folder: Path, settings: dict[str, Any]) -> None:
@@ -233,14 +245,34 @@ def _rejected(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [pair for record in records for pair in record["rejected"]]
 
 
-def _missing(folder: Path, numbers: Iterable[int]) -> list[int]:
-    """Those of `numbers` whose shards are not there or damaged."""
-    written = [n for n in numbers if shard_path(folder, n).with_suffix(".json").exists()]
+def _missing(folder: Path, rows: Sequence[Sequence[Sample]], numbers: Iterable[int]) -> list[int]:
+    """Those of `numbers` whose shard or record is not there or damaged; shard n holds `rows[n]`."""
+    numbers = list(numbers)
+    written = [n for n in numbers if _has_record(folder, n, rows[n])]
     damaged = damaged_shards(folder, _records(folder, written))
     for file, reason in damaged.items():
         log.info("%s: %s; writing it again", folder / file, reason)
     whole = {n for n in written if shard_path(folder, n).name not in damaged}
     return [n for n in numbers if n not in whole]
+
+
+def _has_record(folder: Path, number: int, row: Sequence[Sample]) -> bool:
+    """Whether the record of a shard is there and accounts for every sample of its row."""
+    path = shard_path(folder, number).with_suffix(".json")
+    if not path.exists():
+        return False
+    expected = {sample.id: len(sample.ids) for sample in row}
+    try:
+        record = json.loads(path.read_bytes())
+        found = dict(record["samples"]) | {
+            sample_id: expected[sample_id] for sample_id, _ in record["rejected"]
+        }
+        whole = found == expected and record["file"] == shard_path(folder, number).name
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        log.info("%s: damaged record; writing its shard again", path)
+    return whole
 
 
 def _check_space(folder: Path, needed: int, missing: int, num_shards: int) -> None:
@@ -257,6 +289,6 @@ def _check_space(folder: Path, needed: int, missing: int, num_shards: int) -> No
         raise OSError(
             errno.ENOSPC,
             f"disk full: the features need {needed / gib:.2f} GiB, {free / gib:.2f} GiB are free: free "
-            "space, use fewer samples, or train.features=online",
+            "space, use fewer samples, train.taps_bits=8, or train.features=online",
             str(folder),
         )

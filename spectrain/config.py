@@ -76,7 +76,14 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
     prompts: str = "quickstart"
-    """JSONL file of prompts (`id`, `turns`), or "quickstart"."""
+    """JSONL file of prompts (`id`, `turns`) or of conversations whose answers are given anew, or
+    "quickstart"."""
+    server: str = ""
+    """OpenAI-compatible server that answers (http://host:8000); empty: the target in this process."""
+    model: str = ""
+    """Name of the target on the server; empty: the only one there."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request to the server (for example top_k: 20)."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
     """One answer per prompt and temperature."""
     in_turn: bool = False
@@ -85,7 +92,7 @@ class RegenerateConfig:
     max_new_tokens: int = 160
     """Longest answer in tokens."""
     batch: int = 64
-    """Answers generated at once."""
+    """Answers generated at once; of a server, requests under way at once."""
 
     def __post_init__(self):
         for temperature in self.temperatures:
@@ -93,6 +100,10 @@ class RegenerateConfig:
         above_zero("regenerate.top_p", self.top_p, 1.0)
         at_least("regenerate.max_new_tokens", self.max_new_tokens, 1)
         at_least("regenerate.batch", self.batch, 1)
+        if not self.server:
+            for key, value in (("model", self.model), ("request", self.request)):
+                if value:
+                    raise ValueError(f"regenerate.{key}={value!r}: no effect without regenerate.server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +149,8 @@ class TrainConfig:
     """Compute dtype; weights, moments and losses are float32."""
     features: str = "stored"
     """stored: read what the capture stage wrote. online: run the target in the loop, nothing on disk."""
+    taps_bits: int = 0
+    """Bits of a value of the stored taps: 0 as in the target's dtype, 8 a float8 with a scale per token."""
     save_every: int = 50
     """Optimizer steps between checkpoints."""
     keep: int = 2
@@ -155,6 +168,11 @@ class TrainConfig:
     def __post_init__(self):
         choose("train.optimizer", self.optimizer, ("adamw", "muon"))
         choose("train.features", self.features, ("stored", "online"))
+        choose("train.taps_bits", self.taps_bits, (0, 8))
+        if self.taps_bits and self.features == "online":
+            raise ValueError(
+                f"train.taps_bits={self.taps_bits}: no effect with train.features=online; expected 0"
+            )
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
         choose("train.schedule", self.schedule, ("cosine", "linear"))
         at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)

@@ -2,8 +2,8 @@
 
 Layer id k is the output of the 0-based decoder layer k, the raw residual stream; `final` is the state after
 the final norm, what feeds lm_head. A shard is one safetensors file of ragged rows: the samples of one packed
-row of the capture, end to end, without padding. The manifest names every shard with its samples, size and
-SHA-256. Knows no drafter.
+row of the capture, end to end, without padding; taps in the target's dtype or in 8 bits. The manifest names
+every shard with its samples, size and SHA-256, and carries a hash of that list. Knows no drafter.
 """
 
 import hashlib
@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from spectrain.artifacts import MANIFEST, fingerprint, hash_file, read_json, write_json, write_tensors
 from spectrain.data.packing import Sample, TokenBatch, pack
+from spectrain.tap_codes import decode, encode
 
-FORMAT = 1  # raise when the content of a shard changes
+FORMAT = 2  # raise when the content of a shard changes
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ def hash_samples(samples: Sequence[Sample], order: Sequence[int]) -> str:
     return digest.hexdigest()[:16]
 
 
-def bytes_per_token(num_taps: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a shard per token: ids, mask, span, lse, arg-max, and the states."""
-    return 4 + 1 + 4 + 4 + 4 + (num_taps + 1) * hidden_size * dtype.itemsize
+def bytes_per_token(num_taps: int, hidden_size: int, dtype: torch.dtype, taps_bits: int = 0) -> int:
+    """Bytes of a shard per token: ids, mask, span, lse, arg-max, the final state, and the taps."""
+    tap = hidden_size + 4 if taps_bits == 8 else hidden_size * dtype.itemsize
+    return 4 + 1 + 4 + 4 + 4 + hidden_size * dtype.itemsize + num_taps * tap
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -84,12 +86,18 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def write_shard(
-    path: Path, samples: Sequence[Sample], batch: FeatureBatch | None, rejected: list[list[str]]
+    path: Path,
+    samples: Sequence[Sample],
+    batch: FeatureBatch | None,
+    rejected: list[list[str]],
+    *,
+    taps_bits: int = 0,
 ) -> None:
     """Write a shard, then its record beside it (the same name with .json), which makes it count.
 
     batch: the features of `samples` in that order, or None if all of the row's samples were rejected.
-    rejected: [sample id, layer] pairs, kept in the record.
+    rejected: [sample id, layer] pairs, kept in the record. taps_bits: 8 stores codes and
+    `taps_scale` (spectrain/tap_codes.py).
     """
     record: dict[str, Any] = {
         "file": path.name,
@@ -103,11 +111,15 @@ def write_shard(
             "ids": torch.cat([sample.ids for sample in samples]).to(torch.int32),
             "loss_mask": torch.cat([sample.loss_mask for sample in samples]),
             "span_ids": torch.cat([sample.span_ids for sample in samples]).to(torch.int32),
-            "taps": batch.taps.cpu(),
             "final": batch.final.cpu(),
             "lse": batch.lse.cpu(),
             "argmax": batch.argmax.cpu().to(torch.int32),
         }
+        if taps_bits == 8:
+            codes, scale = encode(batch.taps)
+            tensors |= {"taps": codes.cpu(), "taps_scale": scale.cpu()}
+        else:
+            tensors["taps"] = batch.taps.cpu()
         record["sha256"] = write_tensors(path, tensors)
         record["bytes"] = path.stat().st_size
     write_json(path.with_suffix(".json"), record)
@@ -151,12 +163,17 @@ class FeatureStore:
     def load(cls, folder: Path, *, skip_bad: bool = False) -> "FeatureStore":
         """Open a finished capture and check every shard's size and content hash.
 
-        Raises ValueError if the capture has not finished, or naming damaged shards and their samples
-        (`skip_bad` leaves them out instead). Call `check` before reading.
+        Raises ValueError if the capture has not finished or its manifest is damaged, or naming damaged shards
+        and their samples (`skip_bad` leaves them out instead). Call `check` before reading.
         """
         if not (folder / MANIFEST).exists():
             raise ValueError(f"{folder}: no finished capture there; run the capture stage (stages=[capture])")
         manifest = read_json(folder / MANIFEST)
+        if manifest.get("content") != _content(manifest):
+            raise ValueError(
+                f"{folder / MANIFEST}: damaged, or of another version: its hash is not that of its content; "
+                "run the capture stage again (stages=[capture])"
+            )
         damaged = damaged_shards(folder, manifest["shards"])
         if damaged and not skip_bad:
             raise ValueError(
@@ -177,7 +194,14 @@ class FeatureStore:
     def tap_ids(self) -> tuple[int, ...]:
         return tuple(self.settings["tap_ids"])
 
-    def check(self, target: dict[str, str], tap_ids: Sequence[int], samples: Sequence[Sample]) -> None:
+    def check(
+        self,
+        target: dict[str, str],
+        tap_ids: Sequence[int],
+        samples: Sequence[Sample],
+        *,
+        taps_bits: int = 0,
+    ) -> None:
         """Compare with the target's fingerprint, the taps and the samples of this run; ValueError names both
         sides."""
         if self.settings["target"] != target:
@@ -188,6 +212,11 @@ class FeatureStore:
         if self.tap_ids != tuple(tap_ids):
             raise ValueError(
                 f"{self.folder}: holds taps {list(self.tap_ids)}, the drafter reads {list(tap_ids)}"
+            )
+        if self.settings["taps_bits"] != taps_bits:
+            raise ValueError(
+                f"{self.folder}: captured with train.taps_bits={self.settings['taps_bits']}, this run has "
+                f"train.taps_bits={taps_bits}; run the capture stage again (stages=[capture])"
             )
         if self.settings["samples"] != (here := hash_samples(samples, id_order(samples))):
             raise ValueError(
@@ -218,10 +247,13 @@ class FeatureStore:
         path = self.folder / file
         try:
             with safe_open(path, framework="pt") as shard:
-                return {name: shard.get_slice(name)[first:last] for name in shard.keys()}  # noqa: SIM118
+                rows = {name: shard.get_slice(name)[first:last] for name in shard.keys()}  # noqa: SIM118
         except (SafetensorError, FileNotFoundError) as error:
             names = [sample_id for sample_id, (where, _) in self.places.items() if where == file]
             raise ValueError(f"{path}: damaged shard ({error}); samples: {', '.join(names)}") from None
+        if "taps_scale" in rows:
+            rows["taps"] = decode(rows["taps"], rows["taps_scale"], rows["final"].dtype)
+        return rows
 
 
 def _describe(folder: Path, record: dict[str, Any], damaged: dict[str, str]) -> str:
@@ -233,13 +265,14 @@ def _describe(folder: Path, record: dict[str, Any], damaged: dict[str, str]) -> 
 
 
 def capture_settings(
-    target: dict[str, str], tap_ids: Sequence[int], micro_tokens: int, samples: str
+    target: dict[str, str], tap_ids: Sequence[int], micro_tokens: int, samples: str, taps_bits: int
 ) -> dict[str, Any]:
     """Everything that shapes the shards; its fingerprint names the capture."""
     return {
         "format": FORMAT,
         "target": target,
         "tap_ids": list(tap_ids),
+        "taps_bits": taps_bits,
         "micro_tokens": micro_tokens,
         "samples": samples,
     }
@@ -258,5 +291,11 @@ def write_manifest(
         "rejected": [pair for record in records for pair in record["rejected"]],
         "shards": [{key: value for key, value in record.items() if key != "rejected"} for record in records],
     }
+    manifest["content"] = _content(manifest)
     write_json(folder / MANIFEST, manifest)
     return manifest
+
+
+def _content(manifest: dict[str, Any]) -> str:
+    """A hash of everything else that a manifest says."""
+    return fingerprint({key: value for key, value in manifest.items() if key != "content"})

@@ -144,6 +144,7 @@ def capture(road: Road) -> None:
         road.folder / "features",
         micro_tokens=settings.micro_tokens,
         max_bad_fraction=settings.max_bad_fraction,
+        taps_bits=settings.taps_bits,
     )
 
 
@@ -205,7 +206,9 @@ def report(road: Road) -> None:
 def regenerate(road: Road) -> None:
     from spectrain.regenerate import regenerate
 
-    regenerate(road.config, road.target(road.config.target.dtype), road.folder / "regenerated.jsonl")
+    config = road.config
+    target = None if config.regenerate.server else road.target(config.target.dtype)
+    regenerate(config, target, road.folder / "regenerated.jsonl")
 
 
 WORK: dict[str, Callable[[Road], None]] = {

@@ -165,7 +165,7 @@ class Target:
                 handle.remove()
         final = out.last_hidden_state[0, call.replayed :]
         stacked = (
-            torch.stack([found[k] for k in taps], 1)
+            torch.stack([found[k].to(final.device) for k in taps], 1)
             if taps
             else final.new_empty(len(final), 0, final.shape[1])
         )

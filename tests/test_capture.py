@@ -1,9 +1,6 @@
 """What the target computes is what is kept: layers, teacher, documents, and shards that survive accidents."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +13,6 @@ from spectrain.data.packing import pack
 from spectrain.features import FeatureBatch, FeatureStore
 from spectrain.target import Target, TargetStates, packed_layout
 from spectrain.testing import ladder_llama, make_sample, random_samples, tiny_llama
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def target_of_two():
@@ -116,6 +111,7 @@ def test_of_equal_logits_the_lowest_id_is_the_argmax(monkeypatch):
     assert capture_batch(target, [make_sample("a", [1, 2], ".S")], (0,)).argmax.tolist() == [0, -1]
 
 
+@pytest.mark.case("O-S02")
 def test_a_quantised_head_is_refused():
     target = Target(tiny_llama())
     target.head.weight = torch.nn.Parameter(target.head.weight.to(torch.int8), requires_grad=False)
@@ -269,29 +265,6 @@ def test_the_size_estimate_is_within_a_hundredth_of_the_truth(tmp_path):
     manifest = capture(Target(tiny_llama()), samples, (0, 2), tmp_path, micro_tokens=2000, progress=False)
     estimate = manifest["tokens"] * module.bytes_per_token(2, 32, torch.float32)
     assert manifest["bytes"] == pytest.approx(estimate, rel=0.01)
-
-
-@pytest.fixture
-def one_thread():
-    """As many threads as the worker has: sums of another split round otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_a_killed_capture_goes_on_with_the_missing_shards_and_ends_with_the_same_bytes(tmp_path, one_thread):
-    target, samples = Target(tiny_llama()), random_samples(9)
-    run_capture(target, samples, tmp_path / "whole")
-    folder = tmp_path / "killed"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests" / "capture_worker.py"), str(folder), "2"]
-    assert subprocess.run(command, env=environment, timeout=600).returncode == -9
-    done = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.safetensors")}
-    assert len(done) == 2 and not (folder / MANIFEST).exists()
-    run_capture(target, samples, folder)
-    assert contents(folder) == contents(tmp_path / "whole")
-    assert all((folder / name).stat().st_mtime_ns == time for name, time in done.items())
 
 
 def test_other_settings_never_meet_the_old_shards(tmp_path):

@@ -88,16 +88,6 @@ def test_skip_bad_leaves_out_the_samples_of_damaged_shards_and_counts_them(captu
     assert set(store.lengths) == {sample.id for sample in samples} - lost
 
 
-def test_one_flipped_bit_is_found(captured):
-    folder, _ = captured
-    path = folder / "shard-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="shard-00000.*content hash differs"):
-        FeatureStore.load(folder)
-
-
 def test_a_capture_that_has_not_finished_is_refused(captured):
     folder, _ = captured
     (folder / MANIFEST).unlink()
@@ -105,6 +95,7 @@ def test_a_capture_that_has_not_finished_is_refused(captured):
         FeatureStore.load(folder)
 
 
+@pytest.mark.case("O-S03")
 def test_another_target_is_an_error_that_names_both(captured, target):
     folder, samples = captured
     other = Target(tiny_llama(seed=1)).fingerprint()
@@ -148,3 +139,10 @@ def test_an_id_that_comes_twice_is_named():
 def test_a_dtype_changes_only_its_own_entry_of_the_fingerprint(target):
     half, full = Target(tiny_llama().bfloat16()).fingerprint(), target.fingerprint()
     assert {key for key in full if full[key] != half[key]} == {"dtype"}
+
+
+def test_other_bits_than_those_captured_are_refused(captured, target):
+    folder, samples = captured
+    store = FeatureStore.load(folder)
+    with pytest.raises(ValueError, match="train.taps_bits=0, this run has train.taps_bits=8"):
+        store.check(target.fingerprint(), TAPS, samples, taps_bits=8)
