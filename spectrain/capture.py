@@ -179,6 +179,7 @@ def capture(
     new = set(mine)
     rejected = _rejected(_records(folder, [number for number in own if number not in new]))
     interval = 0.1 if sys.stderr.isatty() else 10
+    target.announce([samples[i] for number in mine for i in plan[number]])
     hidden = not (progress and process.is_main_process)
     with tqdm(
         total=sum(len(samples[i].ids) for number in mine for i in plan[number]),

@@ -145,6 +145,7 @@ def capture(road: Road) -> None:
         micro_tokens=settings.micro_tokens,
         max_bad_fraction=settings.max_bad_fraction,
     )
+    target.release()
 
 
 def train(road: Road) -> None:
@@ -153,7 +154,7 @@ def train(road: Road) -> None:
     from spectrain.train import train
 
     config = road.config
-    stored = config.train.features == "stored"
+    stored, served = config.train.features == "stored", config.target.server.given
     store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
     train(
@@ -163,7 +164,7 @@ def train(road: Road) -> None:
         store,
         road.new_drafter(target),
         road.folder,
-        evaluate=lambda drafter: decode_held_out(config, target, drafter),
+        evaluate=None if served else lambda drafter: decode_held_out(config, target, drafter),
     )
 
 
