@@ -65,7 +65,9 @@ def main() -> int:
     arguments = ["--enforce-eager", f"--max-model-len={args.max_length + 2}"]
     server = ServerConfig(python=args.python, arguments=arguments, requests=8)
     target, served = load_target(config), load_target(replace(config, server=server))
-    assert served.fingerprint() == target.fingerprint(), "a served target has the fingerprint of the whole one"
+    assert served.fingerprint() == target.fingerprint(), (
+        "a served target has the fingerprint of the whole one"
+    )
     taps = default_taps(target.num_layers)
     stores, seconds = [], []
     with tempfile.TemporaryDirectory() as folder:
