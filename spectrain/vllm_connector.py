@@ -71,6 +71,8 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         groups = kv_cache_config.kv_cache_groups
         own = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+        if not own and len(groups) == 1:
+            own = [0]  # one block table for states and keys, as of targets with latent attention
         if len(own) != 1:
             raise ValueError(f"StatesConnector: {len(own)} of {len(groups)} cache groups hold hidden states")
         self.group = own[0]
