@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -36,6 +37,7 @@ CONNECTOR = Path(__file__).with_name("vllm_connector.py")
 REQUEST_S = 3600.0  # of one request, waiting in the server's queue included
 FILE_S = 120.0  # from the reply until the file is there: a connector may write after it replies
 POLL_S = 0.02
+ERROR = re.compile(r"\w(Error|Exception)\b.*: ")
 TOP = 5  # log-probabilities asked for, to compare with ours
 
 log = logging.getLogger(__name__)
@@ -236,8 +238,7 @@ class Process:
         log.info("starting vLLM for %s on %s (layer ids %s)", model, self.url, list(layer_ids))
 
     def wait(self) -> None:
-        """Until it answers, however long the weights take. Raises ValueError with the end of its log if it
-        dies."""
+        """Until it answers, however long the weights take. Raises ValueError if it dies."""
         while True:
             self.check()
             try:
@@ -247,10 +248,16 @@ class Process:
                 time.sleep(0.5)
 
     def check(self) -> None:
-        """Raise ValueError with the end of its log if it has died."""
-        if (code := self.process.poll()) is not None:
-            end = self.log.read_text(errors="replace")[-3000:]
-            raise ValueError(f"the vLLM server ended with code {code}; the end of its log:\n{end}")
+        """Raise ValueError with the errors of its log, which is kept, if it has died."""
+        if (code := self.process.poll()) is None:
+            return
+        kept = self.folder.with_suffix(".log")
+        if self.log.exists():
+            self.log.rename(kept)
+        lines = kept.read_text(errors="replace").splitlines()
+        errors = dict.fromkeys(line for line in lines if ERROR.search(line))
+        words = "\n".join(list(errors)[:5]) or "\n".join(lines[-5:])
+        raise ValueError(f"the vLLM server ended with code {code} ({kept}):\n{words}")
 
     def stop(self) -> None:
         """End it and delete its folder."""

@@ -279,15 +279,15 @@ def test_a_python_that_is_not_there_is_named(folder):
         capture_batch(target, [make_sample("a", [1, 2], ".S")], TAPS)
 
 
-def test_a_server_that_dies_is_told_with_the_end_of_its_log(folder, tmp_path):
+def test_a_server_that_dies_is_told_with_the_errors_of_its_log(folder, tmp_path):
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho out of memory\nexit 3\n")
+    program.write_text("#!/bin/sh\necho 'MemoryError: 9 GiB'\nseq 99\nexit 3\n")
     program.chmod(0o755)
     target = served(folder, python=str(program), folder=str(tmp_path))
-    with pytest.raises(ValueError, match="ended with code 3; the end of its log:\nout of memory"):
+    with pytest.raises(ValueError, match=r"ended with code 3 \(.*\.log\):\nMemoryError: 9 GiB$"):
         capture_batch(target, [make_sample("a", [1, 2], ".S")], TAPS)
     target.release()
-    assert not list(tmp_path.glob("spectrain-states-*"))
+    assert [path.suffix for path in tmp_path.glob("spectrain-states-*")] == [".log"]
 
 
 def test_the_command_names_the_taps_as_the_engine_counts_them():
