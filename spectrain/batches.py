@@ -81,6 +81,7 @@ def open_source(
         return online(target, samples, tap_ids)
     store.check(target.fingerprint(), tap_ids, samples, taps_bits=config.taps_bits)
     _compare_one(target, samples, store)
+    target.release()
     if store.damaged:
         lost = len(samples) - len(store.lengths) - len(store.rejected)
         log.warning("train.skip_bad: %d samples left out with damaged %s", lost, ", ".join(store.damaged))

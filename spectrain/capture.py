@@ -183,6 +183,7 @@ def capture(
     process.wait_for_everyone()
     rejected = _rejected(_records(folder, sorted(set(own) - set(mine))))
     interval = 0.1 if sys.stderr.isatty() else 10
+    target.announce([samples[i] for number in mine for i in plan[number]])
     hidden = not (progress and process.is_main_process)
     with tqdm(
         total=sum(len(sample.ids) for number in mine for sample in rows[number]),

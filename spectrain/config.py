@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spectrain.laws import LAWS, LOSSY_LAWS, Leniency, check_law
+from spectrain.server_settings import ServerConfig
 from spectrain.trees import check_paths
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
@@ -46,6 +47,7 @@ class TargetConfig:
     """Dtype of the target for capture and decoding: float32 or bfloat16."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self):
         choose("target.dtype", self.dtype, ("float32", "bfloat16"))
@@ -377,5 +379,9 @@ class RunConfig:
         for stage in self.budget_s:
             choose("budget_s", stage, STAGES + ON_REQUEST)
         choose("device", self.device, ("auto", "cpu", "cuda"))
+        decoding = [stage for stage in ("eval", "regenerate") if stage in self.stages]
+        if self.target.server.given and (decoding or self.train.eval_every):
+            what = f"stages={decoding}" if decoding else f"train.eval_every={self.train.eval_every}"
+            raise ValueError(f"target.server: gives states, does not decode; expected none of {what}")
         if "prepare" in self.stages and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")

@@ -146,6 +146,7 @@ def capture(road: Road) -> None:
         max_bad_fraction=settings.max_bad_fraction,
         taps_bits=settings.taps_bits,
     )
+    target.release()
 
 
 def train(road: Road) -> None:
@@ -154,7 +155,7 @@ def train(road: Road) -> None:
     from spectrain.train import train
 
     config = road.config
-    stored = config.train.features == "stored"
+    stored, served = config.train.features == "stored", config.target.server.given
     store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
     drafter = road.new_drafter(target)
@@ -172,7 +173,7 @@ def train(road: Road) -> None:
         store,
         drafter,
         road.folder,
-        evaluate=lambda drafter: decode_held_out(config, target, drafter),
+        evaluate=None if served else lambda drafter: decode_held_out(config, target, drafter),
     )
 
 

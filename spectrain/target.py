@@ -21,9 +21,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.config import TargetConfig
+from spectrain.data.packing import Sample
 from spectrain.target_kinds import cache_keyword, layer_kinds
 
 ATTENTION = "spectrain"
+EXPERTS = ".experts."
 
 
 class Layout(Protocol):
@@ -199,14 +201,14 @@ class Target:
         """Hashes that tell one target from another: config, weights, tokenizer; and the dtype.
 
         Weights are hashed as bfloat16 and the config without its dtype, so only the last entry depends on the
-        dtype.
+        dtype. Stacked experts are left out: a checkpoint may hold them one by one.
         """
         unhashed = ("transformers_version", "dtype", "torch_dtype")
         config = {
             k: v for k, v in self.config.to_dict().items() if not k.startswith("_") and k not in unhashed
         }
         weights = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        for name, tensor in self._weights():
             sample = tensor.flatten()[:: max(1, tensor.numel() // 4096)].to(torch.bfloat16).float().cpu()
             weights.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
         tokenizer = "" if self.tokenizer is None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
@@ -218,6 +220,16 @@ class Target:
             "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:16],
             "dtype": str(self.dtype).removeprefix("torch."),
         }
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every weight that the fingerprint is made of, by name."""
+        yield from ((k, v) for k, v in sorted(self.model.state_dict().items()) if EXPERTS not in k)
+
+    def announce(self, samples: Sequence[Sample]) -> None:
+        """Told which texts `states` will be asked for, in order. Nothing to do where the target is here."""
+
+    def release(self) -> None:
+        """Told that `states` is not needed for now. Nothing to do where the target is here."""
 
     @torch.no_grad()
     def self_test(self, ids_T: torch.Tensor | None = None, *, tolerance: float = 1e-4) -> float:
@@ -296,20 +308,15 @@ class Target:
 
 def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
     """Load target and tokenizer from a folder or hub id; "smollm2" is the embedded default (see
-    `spectrain.smollm2`).
+    `spectrain.smollm2`). With target.server, only what a served one needs (see `spectrain.served`).
 
     Raises ValueError naming target.path where that is no model; what the system refuses stays OSError.
     """
-    path = config.path
-    if path == "smollm2":
-        from spectrain.smollm2 import converted_folder
+    path = resolve_path(config.path)
+    if config.server.given:
+        from spectrain.served import load_served
 
-        path = str(converted_folder())
-    folder = Path(path).expanduser()
-    is_folder = path.startswith((".", "/", "~")) or folder.is_dir()
-    if is_folder and not (folder / "config.json").exists():
-        raise ValueError(f"target.path={path!r}: no config.json there")
-    path = str(folder) if is_folder else path
+        return load_served(config, path, device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -321,6 +328,19 @@ def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"target.path={config.path!r}: {reason}") from error
     return Target(model.to(device), tokenizer, path=config.path)
+
+
+def resolve_path(path: str) -> str:
+    """The folder or hub id that target.path means. Raises ValueError for a folder without config.json."""
+    if path == "smollm2":
+        from spectrain.smollm2 import converted_folder
+
+        path = str(converted_folder())
+    folder = Path(path).expanduser()
+    is_folder = path.startswith((".", "/", "~")) or folder.is_dir()
+    if is_folder and not (folder / "config.json").exists():
+        raise ValueError(f"target.path={path!r}: no config.json there")
+    return str(folder) if is_folder else path
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
