@@ -86,7 +86,12 @@ def examine(
     outside = torch.where(inside, 0, train.counts)
     top = outside.topk(min(5, size))
     missing = [(int(i), int(n)) for n, i in zip(top.values, top.indices, strict=True) if n]
-    findings = [*_lost_rows(prepared), *_wrong_samples(train, max_tokens), *_thin(covered, train)]
+    findings = [
+        *_lost_rows(prepared),
+        *_double_bos(train.double_bos + held_out.double_bos),
+        *_wrong_samples(train, max_tokens),
+        *_thin(covered),
+    ]
     places = {1: [0], 2: [0, -1], 3: [0, len(prepared.train) // 2, -1]}[num_shown]
     shown = [prepared.train[i] for i in dict.fromkeys(i % len(prepared.train) for i in places)]
     return Diagnosis(train, held_out, covered, missing, findings, shown)
@@ -109,11 +114,15 @@ def _lost_rows(prepared: Prepared) -> list[Finding]:
     return found
 
 
+def _double_bos(names: list[str]) -> list[Finding]:
+    if not names:
+        return []
+    text = f"{len(names)} samples begin with BOS twice, the first is {names[0]}"
+    return [Finding("bos_twice", f"{text}: they were tokenised with a second one in front", True)]
+
+
 def _wrong_samples(facts: Facts, max_tokens: int) -> list[Finding]:
     found = []
-    if facts.double_bos:
-        text = f"{len(facts.double_bos)} samples begin with BOS twice, the first is {facts.double_bos[0]}"
-        found.append(Finding("bos_twice", f"{text}: they were tokenised with a second one in front", True))
     longest = int(facts.lengths.max())
     if longest > max_tokens:
         number = int((facts.lengths > max_tokens).sum())
@@ -136,7 +145,7 @@ def _wrong_samples(facts: Facts, max_tokens: int) -> list[Finding]:
     return found
 
 
-def _thin(covered: dict[str, float], facts: Facts) -> list[Finding]:
+def _thin(covered: dict[str, float]) -> list[Finding]:
     share = covered["train"]
     if share == 0:
         text = "the draft vocabulary holds none of the supervised tokens (drafter.draft_vocab)"
