@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import torch
 
-from spectrain.data.corpus import BadRow, Conversation
+from spectrain.data.corpus import BadRow, Conversation, TokenRow
 from spectrain.data.packing import Sample
 
 
@@ -61,25 +61,17 @@ class Chat:
         """Samples of a conversation, one if its template only appends, and how many of what was dropped.
 
         Turns: unstable_turn (the prompt is no prefix of prompt and answer), turn_beyond_max_length. Samples
-        with fewer than `min_supervised` supervised tokens: too_short, or truncated if max_length is why.
-        Raises BadRow if the template refuses the conversation.
+        with fewer than `min_supervised` supervised tokens: too_short, or truncated if max_length is why;
+        shortened ones are kept without their end. Raises BadRow if the template refuses the conversation.
         """
         turns, drops = self._turns(conversation)
         rows = _rows(turns, self.end_ids)
         drops["truncated"] += not rows and drops["turn_beyond_max_length"] > 0
         samples = []
         for row in rows:
-            ids = row[-1].ids[: self.max_length]
-            span_ids = torch.full((len(ids),), -1, dtype=torch.int32)
-            for k, turn in enumerate(row):
-                span_ids[turn.start : turn.stop] = k
-            loss_mask = span_ids >= 0
-            if int(loss_mask.sum()) < self.min_supervised:
-                whole = sum(turn.stop - turn.start for turn in row)
-                drops["too_short" if whole < self.min_supervised else "truncated"] += 1
-                continue
             name = conversation.id if len(rows) == 1 else f"{conversation.id}#{row[-1].index}"
-            samples.append(Sample(name, torch.tensor(ids, dtype=torch.int32), loss_mask, span_ids))
+            spans = [(turn.start, turn.stop) for turn in row]
+            samples += _fit(name, row[-1].ids, spans, drops, self.max_length, self.min_supervised)
         return samples, +drops
 
     def _turns(self, conversation: Conversation) -> tuple[list[Turn], Counter[str]]:
@@ -134,6 +126,44 @@ class Chat:
             text = self.tokenizer.decode(added)
             raise ValueError(f"target.path: its chat template ends an answer with {text!r}, no special token")
         return set() if end is None else {end}
+
+
+def token_samples(
+    row: TokenRow, *, max_length: int, min_supervised: int, num_ids: int
+) -> tuple[list[Sample], Counter[str]]:
+    """The sample of a row that holds tokens, and what was dropped; each run of its mask is a span.
+
+    num_ids: one past the tokenizer's largest id; raises BadRow for an id outside.
+    """
+    outside = next((i for i in row.ids if not 0 <= i < num_ids), None)
+    if outside is not None:
+        raise BadRow("bad_tokens", f"id {outside}, but the tokenizer's ids are 0 to {num_ids - 1}")
+    edges = [i for i, m in enumerate(row.mask) if m != (i > 0 and row.mask[i - 1])] + [len(row.mask)]
+    drops: Counter[str] = Counter()
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    return _fit(row.id, row.ids, spans, drops, max_length, min_supervised), +drops
+
+
+def _fit(
+    name: str,
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    drops: Counter[str],
+    max_length: int,
+    min_supervised: int,
+) -> list[Sample]:
+    """The sample cut at `max_length`, or none with its reason counted in `drops`."""
+    length = min(len(ids), max_length)
+    span_ids = torch.full((length,), -1, dtype=torch.int32)
+    for k, (start, stop) in enumerate(spans):
+        span_ids[start:stop] = k
+    loss_mask = span_ids >= 0
+    if int(loss_mask.sum()) < min_supervised:
+        whole = sum(stop - start for start, stop in spans)
+        drops["too_short" if whole < min_supervised else "truncated"] += 1
+        return []
+    drops["shortened"] += length < len(ids)
+    return [Sample(name, torch.tensor(ids[:length], dtype=torch.int32), loss_mask, span_ids)]
 
 
 def _rows(turns: Sequence[Turn], end_ids: set[int]) -> list[list[Turn]]:

@@ -1,15 +1,12 @@
-"""Conversation: the turns of one line of a JSONL file, in one form whatever the file's form is.
+"""Conversation: the turns of one row, in one form whatever the row's form is; or TokenRow, the row's tokens.
 
-Reads OpenAI rows (`messages` with role/content) and ShareGPT rows (`conversations` with from/value). Every
-line is kept or rejected with a reason; nothing vanishes without a count. Knows nothing of tokens and
-templates.
+Reads OpenAI rows (`messages` with role/content), ShareGPT rows (`conversations` with from/value), pairs
+(`prompt` with `response` or `completion`, texts or lists of turns) and tokens (`input_ids` with `loss_mask`).
+A row becomes one of these or a BadRow with a reason. Knows nothing of files and templates.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 ROLES = {
@@ -49,6 +46,20 @@ class Conversation:
         return f"{self.source}:{self.line}"
 
 
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that holds tokens: ids, and for each whether it is supervised; read from `line` of `source`."""
+
+    ids: list[int]
+    mask: list[bool]
+    source: str
+    line: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.source}:{self.line}"
+
+
 class BadRow(ValueError):
     """A line that is no usable conversation. reason: a short name to count by; detail: what was found."""
 
@@ -58,73 +69,8 @@ class BadRow(ValueError):
         self.detail = detail[:200]
 
 
-class Corpus:
-    """The conversations of a JSONL file, read line by line, and what became of every line.
-
-    read = kept + blank + len(rejects); a reject is a line number, a reason and a detail. `strict` turns the
-    first reject into a ValueError naming file and line; a ValueError also ends an iteration that kept no
-    line.
-    """
-
-    def __init__(self, path: Path, *, strict: bool = False):
-        self.path = path
-        self.strict = strict
-        self.read = self.blank = self.num_bytes = 0
-        self.rejects: list[tuple[int, str, str]] = []
-
-    def __iter__(self) -> Iterator[Conversation]:
-        self.read = self.blank = self.num_bytes = 0
-        self.rejects = []
-        with open(self.path, "rb") as file:
-            for line, raw in enumerate(file, 1):
-                self.read += 1
-                self.num_bytes += len(raw)
-                if line == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if not raw.strip():
-                    self.blank += 1
-                    continue
-                try:
-                    conversation = parse(raw, source=self.path.name, line=line)
-                except BadRow as error:
-                    self.reject(line, error)
-                    continue
-                yield conversation
-        if not self.kept:
-            raise ValueError(f"{self.path}: no conversation is left of {self.summary()}")
-
-    @property
-    def kept(self) -> int:
-        return self.read - self.blank - len(self.rejects)
-
-    def reject(self, line: int, error: BadRow) -> None:
-        """Count a bad line; also for a caller who finds that a conversation cannot be used."""
-        if self.strict:
-            raise ValueError(f"{self.path}:{line}: {error}") from error
-        self.rejects.append((line, error.reason, error.detail))
-
-    def summary(self) -> dict[str, Any]:
-        """Numbers of lines; the rejected ones by reason, with the first of them."""
-        rejected = dict(Counter(reason for _, reason, _ in self.rejects))
-        counts = {"read": self.read, "kept": self.kept, "blank": self.blank, "rejected": rejected}
-        return counts | ({"first_reject": list(self.rejects[0])} if self.rejects else {})
-
-
-PACKAGED = ("quickstart", "smollm2_long")
-
-
-def corpus_path(name: str) -> Path:
-    """The JSONL file of `corpus.path`; those of PACKAGED lie beside this module. ValueError if missing."""
-    packaged = name in PACKAGED
-    path = Path(__file__).with_name(f"{name}.jsonl") if packaged else Path(name).expanduser()
-    if not path.is_file():
-        hint = "; write it with stages=regenerate" if packaged else ""
-        raise ValueError(f"corpus.path={name!r}: no file {path}{hint}")
-    return path
-
-
-def parse(raw: bytes, *, source: str, line: int) -> Conversation:
-    """One line as a Conversation; raises BadRow."""
+def parse(raw: bytes, *, source: str, line: int) -> Conversation | TokenRow:
+    """One line of JSON as a Conversation or its tokens; raises BadRow."""
     try:
         row = json.loads(raw.decode())
         if b"\\ud" in raw.lower():  # half a surrogate pair is valid JSON but no text
@@ -133,12 +79,16 @@ def parse(raw: bytes, *, source: str, line: int) -> Conversation:
         raise BadRow("bad_utf8", str(error)) from None
     except (ValueError, RecursionError) as error:
         raise BadRow("bad_json", str(error)) from None
+    return from_row(row, source=source, line=line)
+
+
+def from_row(row: Any, *, source: str, line: int) -> Conversation | TokenRow:
+    """One row of a table or a parsed line as a Conversation or its tokens; raises BadRow."""
     if not isinstance(row, dict):
         raise BadRow("not_object", f"the line holds a {type(row).__name__}")
-    turns = row.get("messages", row.get("conversations"))
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("no_turns", "neither `messages` nor `conversations` holds turns")
-    messages = [_message(turn, f"turn {i}") for i, turn in enumerate(turns)]
+    if row.get("input_ids") is not None:
+        return _tokens(row, source, line)
+    messages = [_message(turn, f"turn {i}") for i, turn in enumerate(_turns(row))]
     if isinstance(row.get("system"), str):
         messages.insert(0, {"role": "system", "content": row["system"]})
     if not any(message["role"] == "assistant" for message in messages[1:]):
@@ -148,6 +98,43 @@ def parse(raw: bytes, *, source: str, line: int) -> Conversation:
     if cut and not last["content"]:
         raise BadRow("cut_before_answer", "the length limit fell before the first word of the answer")
     return Conversation(messages, _tools(row.get("tools")), cut, source, line)
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the keys that hold None: a column fills in the keys that only other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _tokens(row: dict[str, Any], source: str, line: int) -> TokenRow:
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise BadRow("bad_tokens", "`input_ids` is no list of whole numbers")
+    if not isinstance(mask, list) or not all(m in (0, 1) for m in mask):
+        raise BadRow("bad_tokens", "`loss_mask` is no list of 0 and 1")
+    if len(ids) != len(mask):
+        raise BadRow("bad_tokens", f"{len(ids)} `input_ids` beside {len(mask)} of `loss_mask`")
+    return TokenRow(ids, list(map(bool, mask)), source, line)
+
+
+def _turns(row: dict[str, Any]) -> list[Any]:
+    """The turns in the form they have; those of a pair are the prompt's and the reply's."""
+    turns = row.get("messages") or row.get("conversations")
+    if not turns and row.get("prompt") is not None:
+        reply = row.get("response", row.get("completion"))
+        turns = _side("prompt", row["prompt"], "user") + _side("response", reply, "assistant")
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("no_turns", "no turns in `messages`, `conversations` or `prompt` with `response`")
+    return turns
+
+
+def _side(name: str, value: Any, role: str) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    raise BadRow("bad_content", f"`{name}` is {value!r:.60}, expected a text or turns")
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
@@ -180,7 +167,7 @@ def _content(turn: dict[str, Any], where: str) -> str:
         ]
         if len(texts) == len(content):
             return "".join(texts)
-    raise BadRow("bad_content", f"{where}: content is {json.dumps(content)[:60]}, expected a text")
+    raise BadRow("bad_content", f"{where}: content is {content!r:.60}, expected a text")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

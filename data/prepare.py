@@ -1,32 +1,31 @@
-"""The prepare stage: a JSONL file of conversations -> training and held-out Samples on disk, written once.
+"""The prepare stage: files of conversations -> training and held-out Samples on disk, written once.
 
 A result lies in a folder named by the fingerprint of everything that shapes it, so another setting never
 meets stale rows and going back to an old one costs nothing. Knows nothing of models and draft vocabularies.
 """
 
-import hashlib
 import json
 import logging
+import shutil
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from spectrain import artifacts
 from spectrain.config import CorpusConfig
-from spectrain.data.chat import Chat
-from spectrain.data.corpus import BadRow, Conversation, Corpus, corpus_path
 from spectrain.data.packing import Sample
+from spectrain.data.rendering import Renderer, Tally, render
+from spectrain.data.sources import Source, open_sources
+from spectrain.data.summary import table
 
 log = logging.getLogger(__name__)
 
-FORM = 1  # raise when rows or files change their form
+FORM = 2  # raise when rows or files change their form
 SHARD_TOKENS = 2**25
 CURRENT = "current.json"
 SOURCES = {  # where those parts of the fingerprint come from that are no corpus settings
@@ -82,7 +81,8 @@ class Prepared:
 
     train, eval: Samples, every conversation on one side only. counts int64 [N], N past the tokenizer's
     largest id: how often each token is supervised in training. summary: counts of lines, drops, samples and
-    tokens. fingerprint: names everything that shaped the rows. reused: they were there already.
+    tokens. end_ids: what ends an answer. fingerprint: names everything that shaped the rows. reused: they
+    were there already.
     """
 
     folder: Path
@@ -91,6 +91,7 @@ class Prepared:
     eval: Samples
     counts: torch.Tensor
     summary: dict[str, Any]
+    end_ids: list[int]
     reused: bool = True
 
     @staticmethod
@@ -115,6 +116,7 @@ class Prepared:
             splits["eval"],
             read("counts.safetensors")["counts"],
             manifest["summary"],
+            manifest["end_ids"],
             reused,
         )
 
@@ -127,14 +129,16 @@ def prepare(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Sequence
     naming file and line (strict), the config key, or the counts if no conversation or no training sample is
     left.
     """
-    path = corpus_path(config.path)
-    settings = _settings(config, tokenizer, stop_ids)
+    sources = open_sources(config.path)
+    settings = _settings(config, sources, tokenizer, stop_ids)
     print_ = artifacts.fingerprint(settings)
     place = folder / print_
-    reused = artifacts.reuse_or_run(place, settings, lambda: _build(config, path, tokenizer, place, stop_ids))
+    reused = artifacts.reuse_or_run(
+        place, settings, lambda: _build(config, sources, tokenizer, place, stop_ids)
+    )
     artifacts.write_json(folder / CURRENT, {"fingerprint": print_})
     prepared = Prepared.load(folder, reused=reused)
-    log.info("corpus %s%s: %s", path, " (reused)" if reused else "", json.dumps(prepared.summary))
+    log.info("\n".join(table(prepared.summary)))
     return prepared
 
 
@@ -145,9 +149,10 @@ def load_prepared(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Se
     """
     prepared = Prepared.load(folder)
     there = artifacts.read_json(prepared.folder / artifacts.MANIFEST)["settings"]
-    here = json.loads(json.dumps(_settings(config, tokenizer, stop_ids)))  # as a manifest gives it back
-    of_file = () if config.path else ("file", "content")
-    parts = [key for key in here if key != "corpus" and key not in of_file and there.get(key) != here[key]]
+    sources = open_sources(config.path) if config.path else []
+    here = json.loads(json.dumps(_settings(config, sources, tokenizer, stop_ids)))  # as a manifest gives it
+    own = ("corpus",) if config.path else ("corpus", "sources")
+    parts = [key for key in here if key not in own and there.get(key) != here[key]]
     options = [key for key, value in here["corpus"].items() if there["corpus"].get(key) != value]
     changed = [SOURCES.get(key, f"corpus.path={config.path!r}") for key in parts]
     changed += [f"corpus.{key}={here['corpus'][key]!r}" for key in options]
@@ -160,17 +165,19 @@ def load_prepared(config: CorpusConfig, tokenizer, folder: Path, *, stop_ids: Se
     return prepared
 
 
-def _settings(config: CorpusConfig, tokenizer, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Everything that shapes the rows; file and content are None where `config.path` is empty."""
-    path = corpus_path(config.path) if config.path else None
+def _settings(
+    config: CorpusConfig, sources: Sequence[Source], tokenizer, stop_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Everything that shapes the rows."""
+    options = asdict(config)
+    del options["path"], options["processes"]
     return {
         "form": FORM,
-        "file": path and path.name,
-        "content": path and artifacts.hash_file(path),
+        "sources": [[source.name, source.digest()] for source in sources],
         "tokenizer": tokenizer_hash(tokenizer),
         "template": tokenizer.chat_template,
         "stop_ids": sorted(stop_ids),
-        "corpus": {key: value for key, value in asdict(config).items() if key != "path"},
+        "corpus": options,
     }
 
 
@@ -182,13 +189,6 @@ def tokenizer_hash(tokenizer) -> str:
     else:
         content = tokenizer.get_vocab()
     return artifacts.fingerprint([content, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}])
-
-
-def is_held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether a hash of what the user says is below `fraction`: answers to one question stay on one side."""
-    asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
-    digest = hashlib.sha256(json.dumps(asked).encode()).digest()
-    return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
 @dataclass
@@ -231,49 +231,35 @@ class _Split:
 
 
 def _build(
-    config: CorpusConfig, path: Path, tokenizer, place: Path, stop_ids: Sequence[int]
+    config: CorpusConfig, sources: Sequence[Source], tokenizer, place: Path, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Write shards and counts into `place`; returns the manifest's files (name to hash) and summary."""
-    chat = Chat(
-        tokenizer,
-        max_length=config.max_length,
-        min_supervised=config.min_supervised,
-        template_arguments=config.template_arguments,
-        stop_ids=stop_ids,
-    )
     num_ids = max(tokenizer.get_vocab().values()) + 1
     splits = [_Split(name, torch.zeros(num_ids, dtype=torch.int64)) for name in ("train", "eval")]
-    corpus, drops, num_cut = Corpus(path, strict=config.strict), Counter[str](), 0
-    started = time.monotonic()
-    with tqdm(total=path.stat().st_size, desc="prepare", unit="B", unit_scale=True, disable=None) as bar:
-        for conversation in corpus:
-            try:
-                samples, dropped = chat.samples(conversation)
-            except BadRow as error:
-                corpus.reject(conversation.line, error)
-                continue
-            drops += dropped
-            num_cut += conversation.cut
-            for sample in samples:
-                splits[is_held_out(conversation, config.eval_fraction)].add(sample, place)
-            rate = sum(split.num_tokens for split in splits) / (time.monotonic() - started)
-            bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-            bar.update(corpus.num_bytes - bar.n)
+    total, started, scratch = Tally(), time.monotonic(), place / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    renderer = Renderer(config, sources, tokenizer, stop_ids)
+    for samples, tally in render(renderer, scratch, processes=config.processes, strict=config.strict):
+        total.add(tally)
+        for sample, held_out in samples:
+            splits[held_out].add(sample, place)
     for split in splits:
         split.flush(place)
     summary = {
-        **corpus.summary(),
-        "cut": num_cut,
-        "dropped": dict(drops),
+        "files": [source.name for source in sources],
+        **total.summary(),
         "samples": {split.name: split.num_samples for split in splits},
         "tokens": {split.name: split.num_tokens for split in splits},
         "supervised": {split.name: int(split.counts.sum()) for split in splits},
     }
     if not splits[0].num_samples:
-        raise ValueError(f"{path}: no training sample is left: {summary}")
+        raise ValueError(f"{', '.join(summary['files'])}: no training sample is left: {summary}")
+    seconds = time.monotonic() - started
+    log.info("rendered in %.1f s, %.0f tokens/s", seconds, sum(summary["tokens"].values()) / seconds)
     files = splits[0].files | splits[1].files
     files["counts.safetensors"] = artifacts.write_tensors(
         place / "counts.safetensors", {"counts": splits[0].counts}
     )
-    artifacts.write_json(place / "rejected.json", corpus.rejects)
-    return {"files": files, "summary": summary}
+    artifacts.write_json(place / "rejected.json", total.rejects)
+    shutil.rmtree(scratch)
+    return {"files": files, "summary": summary, "end_ids": renderer.end_ids}

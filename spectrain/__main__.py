@@ -21,14 +21,13 @@ spectrain {version}: train, evaluate and export drafters for speculative decodin
 
 recipes (recipes/README.md says what each is; recipe=FILE.yaml takes your own)
 {recipes}
-
-stages, all but the last by default
+stages, the first six by default
   {stages}
   A finished stage is reused, a killed one goes on when run again.
 
 keys used most
   target=PATH              folder or hub id of the target (target.path)
-  corpus.path=FILE         JSONL file of conversations
+  corpus.path=FILE         conversations: .jsonl, .json, .parquet or hub:NAME
   target.dtype=float32     dtype for capture and decoding
   train.passes=8           times the corpus is seen
   train.max_steps=100      optimizer steps at most
@@ -97,7 +96,6 @@ def silence_libraries() -> None:
     """Leave the terminal to our own lines; must come before the libraries are imported."""
     settings = {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_SILENT": "true",

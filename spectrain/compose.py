@@ -93,7 +93,9 @@ def _split(word: str) -> tuple[str, str]:
 
 def _quoted(key: str, value: str) -> str:
     """The value for Hydra's parser: a text, such as a path, may hold characters of its grammar."""
-    if _settings(RunConfig, "").get(key) is str and not value.startswith(("'", '"')):
+    kind = _settings(RunConfig, "").get(key)
+    is_text = kind is str or kind is Any and not value.startswith("[")  # corpus.path may be a list
+    if is_text and not value.startswith(("'", '"')):
         return "'" + value.replace("'", "\\'") + "'"
     return value
 

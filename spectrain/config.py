@@ -11,7 +11,7 @@ from spectrain.server_settings import ServerConfig
 from spectrain.trees import check_paths
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
-ON_REQUEST = ("regenerate",)
+ON_REQUEST = ("regenerate", "doctor")
 
 
 def choose(key: str, value: object, allowed: tuple) -> None:
@@ -55,9 +55,10 @@ class TargetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    path: str = "quickstart"
-    """JSONL file of conversations, or one that the package carries (quickstart, smollm2_long); empty where a
-    recipe leaves it to the user. Only the prepare stage needs it."""
+    path: Any = "quickstart"
+    """File of conversations (.jsonl, .json, .parquet), hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT], one that
+    the package carries (quickstart, smollm2_long), or a list of these; empty where a recipe leaves it to the
+    user. Only the prepare stage needs it."""
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut at the end."""
     min_supervised: int = 2
@@ -68,11 +69,28 @@ class CorpusConfig:
     """Keyword arguments of the chat template, as served (for example enable_thinking: false)."""
     strict: bool = False
     """Stop at the first line that cannot be read instead of counting it."""
+    processes: int = 0
+    """Processes that render; 0: one per CPU. The rows do not depend on it."""
 
     def __post_init__(self):
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        if not paths or not all(isinstance(path, str) for path in paths):
+            raise ValueError(f"corpus.path={self.path!r}: expected a text or a list of texts")
+        at_least("corpus.processes", self.processes, 0)
         at_least("corpus.max_length", self.max_length, 2)
         at_least("corpus.min_supervised", self.min_supervised, 2)
         within("corpus.eval_fraction", self.eval_fraction, 0.0, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    samples: int = 2
+    """Training samples that are shown, 1 to 3."""
+    tokens: bool = False
+    """Show them token by token."""
+
+    def __post_init__(self):
+        within("doctor.samples", self.samples, 1, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +371,7 @@ class RunConfig:
     recipe: str
     """Name of the recipe; the run folder defaults to runs/NAME."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """What to do, in the order of the road whatever the order given; "regenerate" only on request."""
+    """What to do, in the order of the road whatever the order given; the others only on request."""
     run_dir: str = ""
     """Folder of the results; empty: runs/RECIPE below the current folder."""
     budget_s: dict[str, float] = field(default_factory=dict)
@@ -361,6 +379,7 @@ class RunConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
     drafter: Any = None
     """The family's own Config, chosen by conf/drafter/NAME.yaml; `family` names its file."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -383,5 +402,5 @@ class RunConfig:
         if self.target.server.given and (decoding or self.train.eval_every):
             what = f"stages={decoding}" if decoding else f"train.eval_every={self.train.eval_every}"
             raise ValueError(f"target.server: gives states, does not decode; expected none of {what}")
-        if "prepare" in self.stages and not self.corpus.path:
+        if {"prepare", "doctor"} & {*self.stages} and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")

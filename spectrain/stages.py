@@ -12,6 +12,7 @@ stage's imports come when it runs.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -94,13 +95,13 @@ class Road:
     @cached_property
     def kept_ids(self) -> torch.Tensor:
         """The draft vocabulary, int64 [W], from the tokens that training supervises; 0 keeps every id."""
-        from spectrain.drafters.vocab import choose_kept_ids, coverage
+        from spectrain.drafters.vocab import choose_kept_ids, coverage, forced_ids
 
         target, counts = self.target(self.config.target.dtype), self.prepared.counts
         size = self.config.drafter.draft_vocab
         if size:
-            num_tokens, stops = len(target.tokenizer), target.stop_ids()
-            kept_ids = choose_kept_ids(counts, size, num_tokens=num_tokens, forced=stops)
+            forced = forced_ids(target.tokenizer, counts, target.stop_ids())
+            kept_ids = choose_kept_ids(counts, size, num_tokens=len(target.tokenizer), forced=forced)
         else:
             kept_ids = torch.arange(target.vocab_size)
         log.info(
@@ -212,6 +213,31 @@ def regenerate(road: Road) -> None:
     regenerate(config, target, road.folder / "regenerated.jsonl")
 
 
+def doctor(road: Road) -> None:
+    from spectrain.data.doctor import examine
+    from spectrain.data.doctor_page import page
+
+    prepare(road)
+    config, prepared = road.config, road.prepared
+    target = road.target(config.target.dtype)
+    diagnosis = examine(
+        prepared,
+        bos_id=target.tokenizer.bos_token_id,
+        end_ids=prepared.end_ids,
+        kept_ids=road.kept_ids,
+        max_tokens=config.train.micro_tokens,
+        num_shown=config.doctor.samples,
+    )
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    kept = len(road.kept_ids)
+    print(
+        page(diagnosis, prepared.summary, target.tokenizer, kept, colour=colour, tokens=config.doctor.tokens)
+    )
+    if diagnosis.errors:
+        names = ", ".join(finding.name for finding in diagnosis.errors)
+        raise ValueError(f"corpus.path={config.corpus.path!r}: this corpus cannot train: {names}")
+
+
 WORK: dict[str, Callable[[Road], None]] = {
     "prepare": prepare,
     "capture": capture,
@@ -220,6 +246,7 @@ WORK: dict[str, Callable[[Road], None]] = {
     "export": export,
     "report": report,
     "regenerate": regenerate,
+    "doctor": doctor,
 }
 
 

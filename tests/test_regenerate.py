@@ -5,7 +5,8 @@ import json
 import pytest
 
 from spectrain.config import RegenerateConfig, RunConfig, TrainConfig
-from spectrain.data.corpus import Corpus
+from spectrain.data.corpus import parse
+from spectrain.data.sources import open_sources
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.prompts import render
@@ -167,8 +168,9 @@ def test_a_file_that_says_not_how_it_was_made_is_refused(target, prompts, tmp_pa
 
 
 def test_the_corpus_reader_takes_every_line_and_knows_which_were_cut(out):
-    corpus = Corpus(out, strict=True)
-    found = list(corpus)
-    assert corpus.summary() == {"read": 6, "kept": 6, "blank": 0, "rejected": {}}
+    [source] = open_sources(str(out))
+    rows = [row for block in source.blocks() for row in source.rows(*block)]
+    found = [parse(content, source=source.name, line=line) for line, content in rows]
+    assert len(found) == 6
     assert [c.messages for c in found] == [row["messages"] for row in lines(out).values()]
     assert [c.cut for c in found] == [row["finish_reason"] == "length" for row in lines(out).values()]

@@ -168,6 +168,21 @@ def test_online_training_captures_nothing(inputs, tmp_path):
     assert not (tmp_path / "online" / "features").exists()
 
 
+def test_doctor_shows_a_corpus_that_can_train(inputs, tmp_path, capsys):
+    assert spectrain(inputs, tmp_path / "new", "stages=doctor", "doctor.samples=1") == 0
+    page = capsys.readouterr().out
+    assert "{+0 1" in page
+    assert "FINDINGS" in page
+    assert not (tmp_path / "new" / "features").exists()
+
+
+def test_doctor_refuses_a_corpus_that_cannot_train(inputs, tmp_path, capsys):
+    assert spectrain(inputs, tmp_path / "new", "stages=doctor", "train.micro_tokens=16") == 2
+    found = capsys.readouterr()
+    assert "ERROR  too_long: " in found.out
+    assert "this corpus cannot train: too_long" in found.err
+
+
 def killed_in(stage, inputs, run_dir, at_rename):
     """Run the command in a child that gets SIGKILL before the `at_rename`-th file of `stage` has its final
     name; returns whether it came to that."""

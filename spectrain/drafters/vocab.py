@@ -18,7 +18,7 @@ import torch
 def choose_kept_ids(
     counts: torch.Tensor, num_kept: int, *, num_tokens: int, forced: Iterable[int] = ()
 ) -> torch.Tensor:
-    """The `forced` ids (stop tokens) and those with the highest counts, int64 [num_kept] in ascending order.
+    """The `forced` ids and those with the highest counts, int64 [num_kept] in ascending order.
 
     counts: int64 [N], occurrences per id in supervised tokens. num_tokens: length of the tokenizer; the
     target's head may have more rows, and those never occur. Equal counts go to the lower id, so ids without
@@ -28,7 +28,7 @@ def choose_kept_ids(
     must = sorted(set(forced))
     if not max(1, len(must)) <= num_kept <= num_tokens:
         raise ValueError(
-            f"drafter.draft_vocab={num_kept}: expected {max(1, len(must))} (the stop tokens) to {num_tokens} "
+            f"drafter.draft_vocab={num_kept}: expected {max(1, len(must))} (the forced ids) to {num_tokens} "
             "(the tokenizer)"
         )
     if must and not 0 <= must[0] <= must[-1] < num_tokens:
@@ -38,6 +38,13 @@ def choose_kept_ids(
     rank[:known] = counts[:known]
     rank[must] = rank.max() + 1
     return rank.argsort(descending=True, stable=True)[:num_kept].sort().values
+
+
+def forced_ids(tokenizer, counts: torch.Tensor, stop_ids: Iterable[int]) -> set[int]:
+    """The stop tokens, which end every answer, and each added token (<think>, <tool_call>, ..) that training
+    supervises: rare in number, but what follows hangs on it. counts: int64 [N], occurrences per id."""
+    added = [i for i in tokenizer.added_tokens_decoder if i < len(counts) and counts[i] > 0]
+    return {*stop_ids, *added}
 
 
 def vocabulary_maps(kept_ids: torch.Tensor, num_target: int) -> dict[str, torch.Tensor]:

@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from spectrain.data import corpus
-from spectrain.data.corpus import PACKAGED, BadRow, Corpus, corpus_path, parse
+from spectrain.data.corpus import BadRow, parse, without_nulls
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 
@@ -14,63 +13,6 @@ def parse_row(row):
 
 def with_turn(**turn):
     return {"messages": [*GOOD["messages"], turn]}
-
-
-@pytest.fixture
-def bad_lines(tmp_path):
-    good = json.dumps(GOOD).encode()
-    lines = [
-        b"\xef\xbb\xbf" + good + b"\n",
-        b"\n",
-        b'{"conversations": [\n',
-        b'{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": "yo"}]}\n',
-        b'["x"]\n',
-        b'{"conversations": []}\n',
-        b'{"messages": [{"role": "user", "content": "hi"}]}\n',
-        good + b"\r\n",
-        json.dumps(GOOD | {"finish_reason": "length"}).encode(),
-    ]
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b"".join(lines))
-    return path
-
-
-@pytest.mark.case("O-D10")
-def test_every_line_is_kept_or_rejected_with_its_number_and_reason(bad_lines):
-    found = Corpus(bad_lines)
-    kept = [(conversation.line, conversation.cut) for conversation in found]
-    assert kept == [(1, False), (8, False), (9, True)]
-    assert [(line, reason) for line, reason, _ in found.rejects] == [
-        (3, "bad_json"),
-        (4, "bad_content"),
-        (5, "not_object"),
-        (6, "no_turns"),
-        (7, "no_assistant"),
-    ]
-    summary = found.summary()
-    assert (summary["read"], summary["kept"], summary["blank"]) == (9, 3, 1)
-    assert summary["rejected"]["bad_json"] == 1
-    assert summary["first_reject"][:2] == [3, "bad_json"]
-
-
-@pytest.mark.case("O-D10")
-def test_strict_stops_at_the_first_bad_line_and_names_it(bad_lines):
-    with pytest.raises(ValueError, match=r"bad\.jsonl:3: bad_json"):
-        list(Corpus(bad_lines, strict=True))
-
-
-@pytest.mark.case("O-D10")
-def test_a_file_without_a_conversation_is_an_error(tmp_path):
-    path = tmp_path / "empty.jsonl"
-    path.write_text("\n[1]\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no conversation is left .*not_object"):
-        list(Corpus(path))
-
-
-def test_reading_again_counts_again(bad_lines):
-    found = Corpus(bad_lines)
-    assert len(list(found)) == len(list(found)) == 3
-    assert found.read == 9
 
 
 @pytest.mark.case("O-D04")
@@ -164,19 +106,45 @@ def test_the_id_names_file_and_line():
     assert parse_row(GOOD).id == "file.jsonl:7"
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-def test_a_packaged_corpus_is_the_file_beside_the_module_from_any_folder(name, tmp_path, monkeypatch):
-    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
-    package.mkdir()
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    monkeypatch.setattr(corpus, "__file__", str(package / "corpus.py"))
-    with pytest.raises(ValueError, match=r"corpus\.path='" + name + r"'.*stages=regenerate"):
-        corpus_path(name)
-    (package / f"{name}.jsonl").write_text("")
-    assert corpus_path(name) == package / f"{name}.jsonl"
+@pytest.mark.parametrize("reply", ["response", "completion"])
+def test_a_prompt_and_its_reply_are_two_turns(reply):
+    messages = parse_row({"prompt": "hi", reply: "yo"}).messages
+    assert messages == GOOD["messages"]
 
 
-def test_a_missing_file_is_named_with_its_key():
-    with pytest.raises(ValueError, match=r"corpus\.path='nowhere\.jsonl'"):
-        corpus_path("nowhere.jsonl")
+def test_prompt_and_completion_may_be_lists_of_turns():
+    row = {"prompt": GOOD["messages"][:1], "completion": GOOD["messages"][1:]}
+    assert parse_row(row).messages == GOOD["messages"]
+
+
+def test_messages_win_over_the_prompt_that_a_row_repeats():
+    assert parse_row({"prompt": "other"} | GOOD).messages == GOOD["messages"]
+
+
+def test_a_prompt_without_reply_is_rejected():
+    with pytest.raises(BadRow, match="`response` is None"):
+        parse_row({"prompt": "hi"})
+
+
+def test_tokens_are_taken_as_they_are():
+    row = parse_row({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
+    assert (row.ids, row.mask, row.id) == ([5, 6, 7], [False, True, True], "file.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "why"),
+    [
+        ([5, 6], [0], "2 `input_ids` beside 1"),
+        ([5, "6"], [0, 1], "whole numbers"),
+        ([5, 6], [0, 2], "0 and 1"),
+        ([5, 6], None, "0 and 1"),
+    ],
+)
+def test_tokens_that_do_not_fit_their_mask_are_rejected(ids, mask, why):
+    with pytest.raises(BadRow, match=f"bad_tokens.*{why}"):
+        parse_row({"input_ids": ids, "loss_mask": mask})
+
+
+def test_keys_that_a_column_filled_in_are_no_keys():
+    row = {"messages": [{"role": "user", "content": "a", "tool_calls": None}], "tools": None}
+    assert without_nulls(row) == {"messages": [{"role": "user", "content": "a"}]}

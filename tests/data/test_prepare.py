@@ -153,8 +153,9 @@ def test_the_summary_counts_lines_drops_samples_and_tokens(tmp_path):
     with path.open("a") as file:
         file.write("\n{\n")
     summary = prepare(config(path), byte_tokenizer(), tmp_path / "prepared").summary
-    assert summary["first_reject"][:2] == [3, "no_assistant"]
-    assert {key: value for key, value in summary.items() if key != "first_reject"} == {
+    assert summary["first"]["no_assistant"][0] == "mixed.jsonl:3"
+    assert {key: value for key, value in summary.items() if key != "first"} == {
+        "files": ["mixed.jsonl"],
         "read": 6,
         "kept": 3,
         "blank": 1,
@@ -171,7 +172,10 @@ def test_every_rejected_line_is_listed_beside_the_rows(tmp_path):
     path = write(tmp_path / "mixed.jsonl", [row("hi", "yo"), row("hi"), ["x"]])
     prepared = prepare(config(path), byte_tokenizer(), tmp_path / "prepared")
     rejected = json.loads((prepared.folder / "rejected.json").read_text())
-    assert [entry[:2] for entry in rejected] == [[2, "no_assistant"], [3, "not_object"]]
+    assert [entry[:2] for entry in rejected] == [
+        ["mixed.jsonl:2", "no_assistant"],
+        ["mixed.jsonl:3", "not_object"],
+    ]
 
 
 def test_a_row_that_the_template_refuses_is_rejected_with_its_line(tmp_path):

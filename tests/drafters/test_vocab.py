@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from spectrain.drafters.vocab import choose_kept_ids, coverage, read_kept_ids, vocabulary_maps
+from spectrain.drafters.vocab import choose_kept_ids, coverage, forced_ids, read_kept_ids, vocabulary_maps
+from spectrain.testing import byte_tokenizer
 
 KEPT = torch.tensor([0, 2, 3, 7, 9])
 
@@ -89,6 +90,17 @@ def test_stop_tokens_are_kept_though_never_seen():
 
 def test_counts_may_be_shorter_than_the_tokenizer():
     assert choose_kept_ids(torch.tensor([0, 1]), 2, num_tokens=6, forced=[5]).tolist() == [1, 5]
+
+
+def test_added_tokens_that_training_supervises_are_forced():
+    """Ids 256 to 259 are added; 257 and 259 occur, 97 occurs and is no added token."""
+    counts = torch.zeros(260, dtype=torch.int64)
+    counts[[97, 257, 259]] = torch.tensor([5, 1, 2])
+    assert forced_ids(byte_tokenizer(), counts, [258]) == {257, 258, 259}
+
+
+def test_an_added_token_past_the_counts_is_not_forced():
+    assert forced_ids(byte_tokenizer(), torch.ones(258, dtype=torch.int64), []) == {256, 257}
 
 
 @pytest.mark.parametrize(("num_kept", "forced"), [(7, []), (1, [1, 2]), (0, [])])
