@@ -113,13 +113,13 @@ class Corpus:
 PACKAGED = ("quickstart", "smollm2_long")
 
 
-def corpus_path(name: str) -> Path:
+def corpus_path(name: str, *, key: str = "corpus.path") -> Path:
     """The JSONL file of `corpus.path`; those of PACKAGED lie beside this module. ValueError if missing."""
     packaged = name in PACKAGED
     path = Path(__file__).with_name(f"{name}.jsonl") if packaged else Path(name).expanduser()
     if not path.is_file():
         hint = "; write it with stages=regenerate" if packaged else ""
-        raise ValueError(f"corpus.path={name!r}: no file {path}{hint}")
+        raise ValueError(f"{key}={name!r}: no file {path}{hint}")
     return path
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from spectrain.config import TrainConfig
 
-HEADS = ("lm_head.weight",)  # matrices whose rows are tokens: Muon is for maps between hidden states
+# Matrices whose rows are tokens: Muon is for maps between hidden states.
+HEADS = ("lm_head.weight", "head.weight", "decoder.embed_tokens.weight")
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:

@@ -294,11 +294,11 @@ class Target:
                 handle.remove()
 
 
-def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
+def load_target(config: TargetConfig, *, device: str = "cpu", key: str = "target.path") -> Target:
     """Load target and tokenizer from a folder or hub id; "smollm2" is the embedded default (see
     `spectrain.smollm2`).
 
-    Raises ValueError naming target.path where that is no model; what the system refuses stays OSError.
+    Raises ValueError naming `key` where that is no model; what the system refuses stays OSError.
     """
     path = config.path
     if path == "smollm2":
@@ -308,7 +308,7 @@ def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
     folder = Path(path).expanduser()
     is_folder = path.startswith((".", "/", "~")) or folder.is_dir()
     if is_folder and not (folder / "config.json").exists():
-        raise ValueError(f"target.path={path!r}: no config.json there")
+        raise ValueError(f"{key}={path!r}: no config.json there")
     path = str(folder) if is_folder else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -319,7 +319,7 @@ def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"target.path={config.path!r}: {reason}") from error
+        raise ValueError(f"{key}={config.path!r}: {reason}") from error
     return Target(model.to(device), tokenizer, path=config.path)
 
 
