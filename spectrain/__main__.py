@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from importlib.resources import files
+from textwrap import fill
 
 from spectrain import __version__
 from spectrain.config import ON_REQUEST, STAGES
@@ -19,8 +19,9 @@ spectrain {version}: train, evaluate and export drafters for speculative decodin
   python -m spectrain recipe=NAME [stages=a,b] [run_dir=PATH] [key=value ...]
   torchrun --nproc_per_node 2 -m spectrain recipe=NAME      on several processes
 
-recipes (recipe=FILE.yaml takes your own)
+recipes (recipes/README.md says what each is; recipe=FILE.yaml takes your own)
 {recipes}
+
 stages, all but the last by default
   {stages}
   A finished stage is reused, a killed one goes on when run again.
@@ -69,11 +70,8 @@ def help_text() -> str:
     """One screen: at most 40 lines of 80 columns."""
     from spectrain.compose import recipe_names
 
-    lines = []
-    for name in recipe_names():
-        title = files("spectrain.recipes").joinpath(f"{name}.yaml").read_text().splitlines()[0]
-        lines.append(f"  {name:16} {title.lstrip('# ')}\n")
-    return HELP.format(version=__version__, recipes="".join(lines), stages=" ".join(STAGES + ON_REQUEST))
+    recipes = fill("  ".join(recipe_names()), 80, initial_indent="  ", subsequent_indent="  ")
+    return HELP.format(version=__version__, recipes=recipes, stages=" ".join(STAGES + ON_REQUEST))
 
 
 def _run(words: list[str], debug: bool) -> int:
