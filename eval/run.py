@@ -132,8 +132,7 @@ def _priced(
                 return {"costs": costs}
 
             settings = {"run": asdict(run), "questions": _print(asked), "limits": limits}
-            settings |= _of_run(identity, run)
-            settings["threads"] = config.eval.threads
+            settings |= {**_of_run(identity, run), "threads": config.eval.threads}
             reuse_or_run(folder / run.name, settings, measure)
             run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])
             log.info("eval: run %s drafts at costs %s", run.name, ", ".join(f"{c:.3f}" for c in run.costs))
@@ -231,15 +230,10 @@ def _decode_runs(
             log.info("eval: run %s reused", run.name)
     if pending:
         began = time.perf_counter()
+        others = [EngineArm(target, drafters[r.drafter], r, *limits, record_events=events) for r in pending]
         with _threads(config.eval.threads):
             found = decode_in_turns(
-                Arms(
-                    EngineArm(target, None, runs[0], *limits),
-                    [
-                        EngineArm(target, drafters[run.drafter], run, *limits, record_events=events)
-                        for run in pending
-                    ],
-                ),
+                Arms(EngineArm(target, None, runs[0], *limits), others),
                 prompts,
                 batch=runs[0].batch,
                 encode=lambda turns, answers: _encode(config, target, turns, answers),

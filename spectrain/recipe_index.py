@@ -13,8 +13,9 @@ from spectrain.compose import recipe_names
 INTRODUCTION = """\
 # Recipes
 
-`python -m spectrain recipe=NAME` runs one; whatever it leaves out stands in `spectrain/config.py` and, for the drafter, in
-`spectrain/drafters/FAMILY.py`. This page is written by `python -m spectrain.recipe_index` from the heads of the files.
+`python -m spectrain recipe=NAME` runs one; whatever it leaves out stands in `spectrain/config.py` and, for
+the drafter, in `spectrain/drafters/FAMILY.py`. `python -m spectrain.recipe_index` writes this page from the
+heads of the files.
 
 | recipe | what it is |
 | --- | --- |
