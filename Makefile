@@ -35,6 +35,7 @@ check: setup
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m spectrain.recipe_index
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py

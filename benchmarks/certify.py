@@ -53,13 +53,13 @@ def main() -> int:
     passed = True
     for batch in (1, 8):
         began = time.perf_counter()
-        found = greedy_certificate(target, drafter, questions, config, [CHAIN, TREE], batch=batch)
+        found = greedy_certificate(target, {"": drafter}, questions, config, [CHAIN, TREE], batch=batch)
         keys = ("dtype", "prompts", "tokens", "differences", "ties", "pass")
         show({"greedy": "chain of 5, tree of 24", "batch": batch, **{k: found[k] for k in keys}}, began)
         passed &= found["pass"]
     for run in SAMPLED:
         began = time.perf_counter()
-        found = sampling_certificate(target, drafter, questions, config, [run])
+        found = sampling_certificate(target, {"": drafter}, questions, config, [run])
         show({"sampled": run.law, **{k: found[k] for k in ("tokens", "statistic", "p_value", "pass")}}, began)
         passed &= found["pass"]
     return 0 if passed else 3

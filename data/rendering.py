@@ -57,6 +57,29 @@ class Tally:
         }
 
 
+def read(content: bytes | dict[str, Any], *, source: str, line: int) -> Conversation | TokenRow:
+    """What one row of a source says; raises BadRow."""
+    if isinstance(content, bytes):
+        return parse(content, source=source, line=line)
+    return from_row(without_nulls(content), source=source, line=line)
+
+
+def conversations(sources: Sequence[Source]) -> Iterator[Conversation]:
+    """Every conversation of `sources`; raises ValueError naming the first row that is none."""
+    for source in sources:
+        for block in source.blocks():
+            for line, content in source.rows(*block):
+                if isinstance(content, bytes) and not content.strip():
+                    continue
+                try:
+                    row = read(content, source=source.name, line=line)
+                except BadRow as error:
+                    raise ValueError(f"{source.name}:{line}: {error}") from error
+                if isinstance(row, TokenRow):
+                    raise ValueError(f"{source.name}:{line}: tokens, expected a conversation")
+                yield row
+
+
 class Renderer:
     """Turns one block into flat arrays; called in every process."""
 
@@ -103,10 +126,7 @@ class Renderer:
     def _row(
         self, content: bytes | dict[str, Any], source: str, line: int, tally: Tally
     ) -> tuple[Conversation | TokenRow, list[Sample]]:
-        if isinstance(content, bytes):
-            row = parse(content, source=source, line=line)
-        else:
-            row = from_row(without_nulls(content), source=source, line=line)
+        row = read(content, source=source, line=line)
         if isinstance(row, TokenRow):
             samples, drops = token_samples(row, **self.limits, num_ids=self.num_ids)
         elif self.chat is None:

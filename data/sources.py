@@ -39,23 +39,23 @@ class Source(Protocol):
         """Line number and content of each row of a block: JSON that nobody parsed yet, or a table's row."""
 
 
-def open_sources(paths: str | Sequence[str]) -> list[Source]:
-    """The sources that `corpus.path` names, in its order; raises ValueError for one that is not there."""
+def open_sources(paths: str | Sequence[str], key: str = "corpus.path") -> list[Source]:
+    """The sources that `key` names, in its order; raises ValueError for one that is not there."""
     given = [paths] if isinstance(paths, str) else list(paths)
-    files = {name: corpus_path(name).absolute() for name in given if not name.startswith("hub:")}
+    files = {name: corpus_path(name, key).absolute() for name in given if not name.startswith("hub:")}
     if len({*given}) < len(given) or len({*files.values()}) < len(files):
-        raise ValueError(f"corpus.path={given}: names something twice")
+        raise ValueError(f"{key}={given}: names something twice")
     short = _short_names(list(files.values()))
     return [_open(files[name], short[files[name]]) if name in files else _open_hub(name) for name in given]
 
 
-def corpus_path(name: str) -> Path:
-    """The file that `corpus.path` names; those of PACKAGED lie beside this module. ValueError if missing."""
+def corpus_path(name: str, key: str = "corpus.path") -> Path:
+    """The file that `key` names; those of PACKAGED lie beside this module. ValueError if missing."""
     packaged = name in PACKAGED
     path = Path(__file__).with_name(f"{name}.jsonl") if packaged else Path(name).expanduser()
     if not path.is_file():
         hint = "; write it with stages=regenerate" if packaged else ""
-        raise ValueError(f"corpus.path={name!r}: no file {path}{hint}")
+        raise ValueError(f"{key}={name!r}: no file {path}{hint}")
     return path
 
 

@@ -82,7 +82,7 @@ class Question:
 
 def certify(
     target: Target,
-    drafter: Drafter,
+    drafters: Mapping[str, Drafter],
     questions: Sequence[Question],
     config: EvalConfig,
     texts: Mapping[str, Sequence[Text]],
@@ -91,7 +91,8 @@ def certify(
 
     Runs of a lossy law are named and not tested, so they neither pass nor fail it.
 
-    texts: by name of the run, what the greedy runs decoded, in whatever dtype.
+    drafters: those of the runs by `run.drafter`. texts: by name of the run, what the greedy runs decoded, in
+    whatever dtype.
     """
     assert target.dtype == torch.float32, target.dtype
     began = time.perf_counter()
@@ -100,14 +101,23 @@ def certify(
     greedy = sampling = None
     if greedy_runs:
         plans = {
-            (r.proposal, r.length, r.nodes, r.top_k, r.law, str((r.paths, r.costs)), _penalties(r)): r
+            (
+                r.drafter,
+                r.proposal,
+                r.length,
+                r.nodes,
+                r.top_k,
+                r.law,
+                str((r.paths, r.costs)),
+                _penalties(r),
+            ): r
             for r in reversed(greedy_runs)
         }
-        greedy = greedy_certificate(target, drafter, questions, config, list(plans.values())[::-1])
+        greedy = greedy_certificate(target, drafters, questions, config, list(plans.values())[::-1])
         greedy["runs"] = [compare_run(target, run, texts[run.name]) for run in greedy_runs]
         greedy["pass"] = greedy["pass"] and not any(run["differences"] for run in greedy["runs"])
     if sampled_runs:
-        sampling = sampling_certificate(target, drafter, questions, config, sampled_runs)
+        sampling = sampling_certificate(target, drafters, questions, config, sampled_runs)
     return {
         "greedy": greedy,
         "sampling": sampling,
@@ -123,7 +133,7 @@ def certify(
 
 def greedy_certificate(
     target: Target,
-    drafter: Drafter,
+    drafters: Mapping[str, Drafter],
     questions: Sequence[Question],
     config: EvalConfig,
     runs: Sequence[DecodeRunConfig],
@@ -156,7 +166,7 @@ def greedy_certificate(
                 plain_tokens[penalties] += len(text.ids)
                 progress.update(len(text.ids))
         for run in runs:
-            found = _decode(target, drafter, part, run, *limits)
+            found = _decode(target, drafters[run.drafter], part, run, *limits)
             penalties = _penalties(run)
             for question, text, other in zip(part, plain[penalties], found, strict=True):
                 difference = first_difference(target, question.id, text, other, penalties=penalties)
@@ -201,7 +211,7 @@ def compare_run(target: Target, run: DecodeRunConfig, texts: Sequence[Text]) -> 
 
 def sampling_certificate(
     target: Target,
-    drafter: Drafter,
+    drafters: Mapping[str, Drafter],
     questions: Sequence[Question],
     config: EvalConfig,
     runs: Sequence[DecodeRunConfig],
@@ -209,7 +219,8 @@ def sampling_certificate(
     """The tests of `eval/pit.py` on at least config.sampling_tokens sampled tokens of each run."""
     results = []
     for run in runs:
-        arm = EngineArm(target, drafter, run, config.max_new_tokens, BATCH, config.seed, record_orders=True)
+        drafter, limits = drafters[run.drafter], (config.max_new_tokens, BATCH, config.seed)
+        arm = EngineArm(target, drafter, run, *limits, record_orders=True)
         texts: list[Generation] = []
         names: list[str] = []
         wanted, tokens = config.sampling_tokens, 0  # counted here: a bar that is switched off counts nothing

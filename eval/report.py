@@ -62,7 +62,9 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     manifest = read_json(evaluation / MANIFEST)
     names = ("recipe", "note", "target", "drafter")
     missing = [key for key in (*names, "shapes") if key not in manifest]
-    missing = missing or [key for key in ("costs", *FILTERS) if key not in manifest["eval"]["runs"][0]]
+    missing = missing or [
+        key for key in ("costs", "drafter", *FILTERS) if key not in manifest["eval"]["runs"][0]
+    ]
     if missing:
         raise ValueError(
             f"{evaluation / MANIFEST}: no {missing[0]}: made by an older version; "
@@ -139,6 +141,7 @@ def _run(
         categories.setdefault(text.category, []).append(text)
     return {
         **{key: run[key] for key in ("name", "temperature", *FILTERS, "proposal", "law", "dtype", "batch")},
+        "drafter": run["drafter"] or manifest["drafter"],
         "length": run["length"],
         "nodes": run["length"] if run["proposal"] == "chain" else run["nodes"],
         **{key: run[key] for key in ("paths", "adaptive", "costs")},
@@ -159,7 +162,7 @@ def _numbers(
     sums, settings = counters(texts, slots=run["length"]), manifest["eval"]
     found = estimate(
         sums,
-        limit_cost=_limit_cost(texts, sums, manifest),
+        limit_cost=_limit_cost(texts, sums, run["drafter"], manifest),
         prompts=[text.id for text in texts],
         units=[text.unit for text in texts],
         length=run["length"],
@@ -175,7 +178,7 @@ def _numbers(
     return {**numbers, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
 
 
-def _limit_cost(texts: Sequence[Text], sums: Counters, manifest: Mapping[str, Any]) -> float:
+def _limit_cost(texts: Sequence[Text], sums: Counters, drafter: str, manifest: Mapping[str, Any]) -> float:
     """Least cost of this run's rounds in plain steps on eval.limit_gpu; NaN for none, or without rounds."""
     gpu, total = manifest["eval"]["limit_gpu"], {k: v[0] for k, v in vars(sums.pooled()).items()}
     rounds, steps = total["rounds"], total["steps"]
@@ -195,7 +198,9 @@ def _limit_cost(texts: Sequence[Text], sums: Counters, manifest: Mapping[str, An
         emitted=total["emitted"] / rounds,
     )
     shapes = manifest["shapes"]
-    return round_cost(GPUS[gpu], TargetShape(**shapes["target"]), DraftShape(**shapes["drafter"]), load)
+    return round_cost(
+        GPUS[gpu], TargetShape(**shapes["target"]), DraftShape(**shapes["drafters"][drafter]), load
+    )
 
 
 def _training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

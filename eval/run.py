@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
+from spectrain.checkpoint import weightless_drafter
 from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
 from spectrain.eval.certificate import Question, certify
@@ -64,6 +65,7 @@ def evaluate(
     is written, if decoded text is not the target's.
     """
     began = time.perf_counter()
+    config = replace(config, eval=config.eval.with_baseline(config.drafter.family))
     _check_names(config.eval)
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
@@ -71,19 +73,23 @@ def evaluate(
     # The certificate needs float32, so that dtype comes last; each target is loaded once, one at a time.
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
-        drafter = load_drafter(target).to(target.dtype)  # as it is served
-        identity = _identity(config, target, drafter)
-        config = _priced(config, dtype, target, drafter, prompts, identity, folder / "costs")
+        drafters = {"": load_drafter(target).to(target.dtype)}  # as it is served
+        for run in config.eval.runs:
+            if run.drafter not in drafters:
+                key = f"eval.runs.{run.name}.drafter"
+                drafters[run.drafter] = weightless_drafter(run.drafter, target, key=key)
+        identity = _identity(config, target, drafters)
+        config = _priced(config, dtype, target, drafters, prompts, identity, folder / "costs")
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
             asked = prompts[: runs[0].prompts or None]
-            texts |= _decode_runs(config, runs, target, drafter, asked, identity, folder / "runs")
+            texts |= _decode_runs(config, runs, target, drafters, asked, identity, folder / "runs")
         if dtype == "float32":
             shapes = {
                 "target": asdict(target_shape(target)),
-                "drafter": asdict(DraftShape(*drafter.weights_read())),
+                "drafters": {name: asdict(DraftShape(*d.weights_read())) for name, d in drafters.items()},
             }
-            passed = _certify(config, target, drafter, texts, identity, folder / "certificate")
-        del target, drafter
+            passed = _certify(config, target, drafters, texts, identity, folder / "certificate")
+        del target, drafters
         gc.collect()
     manifest = {
         "eval": asdict(config.eval),
@@ -104,7 +110,7 @@ def _priced(
     config: RunConfig,
     dtype: str,
     target: Target,
-    drafter: Any,
+    drafters: Mapping[str, Any],
     prompts: Sequence[Prompt],
     identity: Mapping[str, Any],
     folder: Path,
@@ -118,15 +124,15 @@ def _priced(
         if run.adaptive and not run.costs and run.dtype == dtype:
             asked = _questions(config, target, prompts)[: run.batch]
             limits = (COST_TOKENS, run.batch, config.eval.seed)
-            plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafter))
+            plain, fast = (EngineArm(target, one, run, *limits) for one in (None, drafters[run.drafter]))
 
             def measure(plain=plain, fast=fast, asked=asked) -> dict[str, Any]:
                 with _threads(config.eval.threads):  # as the run decodes
                     costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
                 return {"costs": costs}
 
-            settings = {"run": asdict(run), "questions": _print(asked), "limits": limits, **identity}
-            settings["threads"] = config.eval.threads
+            settings = {"run": asdict(run), "questions": _print(asked), "limits": limits}
+            settings |= {**_of_run(identity, run), "threads": config.eval.threads}
             reuse_or_run(folder / run.name, settings, measure)
             run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])
             log.info("eval: run %s drafts at costs %s", run.name, ", ".join(f"{c:.3f}" for c in run.costs))
@@ -203,7 +209,7 @@ def _decode_runs(
     config: RunConfig,
     runs: Sequence[DecodeRunConfig],
     target: Target,
-    drafter: Any,
+    drafters: Mapping[str, Any],
     prompts: Sequence[Prompt],
     identity: Mapping[str, Any],
     folder: Path,
@@ -216,20 +222,18 @@ def _decode_runs(
         "prompts": [asdict(p) for p in prompts],
         "questions": _print(_questions(config, target, prompts)),
     }
-    asked |= {"limits": limits, "threads": config.eval.threads, "events": events, **identity}
-    settings = {run.name: {"run": asdict(run), **asked} for run in runs}
+    asked |= {"limits": limits, "threads": config.eval.threads, "events": events}
+    settings = {run.name: {"run": asdict(run), **asked, **_of_run(identity, run)} for run in runs}
     pending = [run for run in runs if not is_done(folder / run.name, fingerprint(settings[run.name]))]
     for run in runs:
         if run not in pending:
             log.info("eval: run %s reused", run.name)
     if pending:
         began = time.perf_counter()
+        others = [EngineArm(target, drafters[r.drafter], r, *limits, record_events=events) for r in pending]
         with _threads(config.eval.threads):
             found = decode_in_turns(
-                Arms(
-                    EngineArm(target, None, runs[0], *limits),
-                    [EngineArm(target, drafter, run, *limits, record_events=events) for run in pending],
-                ),
+                Arms(EngineArm(target, None, runs[0], *limits), others),
                 prompts,
                 batch=runs[0].batch,
                 encode=lambda turns, answers: _encode(config, target, turns, answers),
@@ -256,7 +260,7 @@ def _decode_runs(
 def _certify(
     config: RunConfig,
     target: Target,
-    drafter: Any,
+    drafters: Mapping[str, Any],
     texts: Mapping[str, Sequence[Text]],
     identity: Mapping[str, Any],
     folder: Path,
@@ -266,7 +270,7 @@ def _certify(
     questions = _questions(config, target, load_prompts(config.eval.prompts))
 
     def make() -> dict[str, Any]:
-        write_json(path, certify(target, drafter, questions, config.eval, texts))
+        write_json(path, certify(target, drafters, questions, config.eval, texts))
         return {}
 
     decoded = {
@@ -306,21 +310,28 @@ def _print(questions: Sequence[Question]) -> str:
     return fingerprint([asdict(question) for question in questions])
 
 
-def _identity(config: RunConfig, target: Target, drafter: Any) -> dict[str, Any]:
-    """What else shapes a run: code, target, drafter with its weights, template, hardware kind."""
-    weights = hashlib.sha256()
-    for name, tensor in sorted(drafter.state_dict().items()):
-        weights.update(
-            name.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+def _identity(config: RunConfig, target: Target, drafters: Mapping[str, Any]) -> dict[str, Any]:
+    """What else shapes a run: code, target, drafters with settings and weights, template, hardware kind."""
+    prints = {}
+    for name, drafter in drafters.items():
+        weights = hashlib.sha256(repr(drafter.config if name else config.drafter).encode())
+        for key, tensor in sorted(drafter.state_dict().items()):
+            numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            weights.update(key.encode() + numbers)
+        prints[name] = weights.hexdigest()
     return {
         "form": FORM,
         "spectrain": provenance()["versions"]["spectrain"],
         "target": target.fingerprint(),
-        "drafter": weights.hexdigest(),
+        "drafters": prints,
         "template_arguments": config.corpus.template_arguments,
         "device": target.device.type,
     }
+
+
+def _of_run(identity: Mapping[str, Any], run: DecodeRunConfig) -> dict[str, Any]:
+    """The identity with the run's own drafter alone."""
+    return {**identity, "drafters": identity["drafters"][run.drafter]}
 
 
 def _samples(target: Target, prompts: Sequence[Prompt], texts: Sequence[Text]) -> list[dict[str, Any]]:

@@ -49,6 +49,20 @@ def build_drafter(drafter_config: Any, target: Target, kept_ids: torch.Tensor, *
         return _family(drafter_config.family).build(drafter_config, target, kept_ids)
 
 
+def weightless_drafter(family: str, target: Target, *, key: str) -> Any:
+    """A drafter of a family that needs no training, with its default settings.
+
+    Raises ValueError naming `key` for another family.
+    """
+    choose(key, family, families())
+    drafter = build_drafter(_family(family).Config(), target, torch.arange(target.vocab_size))
+    if trainable(drafter):
+        raise ValueError(
+            f"{key}={family!r}: it needs training; expected a family that does not, such as ngram"
+        )
+    return drafter
+
+
 def _family(name: str):
     choose("drafter.family", name, families())
     return importlib.import_module(f"spectrain.drafters.{name}")
@@ -73,6 +87,10 @@ def save(
     drafter: a module with `config`, `taps` and `kept_ids`; state: JSON-like; target: fingerprint. Raises
     ValueError naming file and tensor if what was written is not the drafter.
     """
+    if not trainable(drafter):
+        raise ValueError(
+            f"drafter.family={drafter.config.family!r}: nothing of it is trained, so it has no checkpoint"
+        )
     final = step_folder(run_folder, state["step"])
     staging = final.with_name(f".{final.name}.tmp")
     for path in (staging, final):

@@ -3,7 +3,7 @@
 Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overrides into one `RunConfig`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spectrain.laws import LAWS, LOSSY_LAWS, Leniency, check_law
@@ -141,7 +141,7 @@ class ObjectiveConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     passes: float = 4.0
-    """Times the training set is seen."""
+    """Times the training set is seen; 0: nothing is trained, the drafter is used as it is built."""
     max_steps: int = 0
     """Stop after this many optimizer steps; 0 means after `passes`."""
     batch_tokens: int = 8192
@@ -214,6 +214,8 @@ class DecodeRunConfig:
     """One run of the evaluation: every prompt decoded once with these settings, beside the plain baseline."""
 
     name: str
+    drafter: str = ""
+    """Who drafts: "", the recipe's drafter, or a family without weights, such as ngram."""
     proposal: str = "chain"
     """chain, tree (grown where the drafter is surest), or static (the tree of `paths`)."""
     length: int = 5
@@ -321,6 +323,9 @@ class EvalConfig:
     max_new_tokens: int = 128
     runs: list[DecodeRunConfig] = field(default_factory=lambda: [DecodeRunConfig(name="chain5_t0")])
     """The first run is the headline of the report."""
+    baseline: str = "ngram"
+    """A family without weights that drafts one run more, named after it: chains of the headline run's length,
+    sampling, dtype, batch and prompts; "": no such run."""
     greedy_prompts: int = 20
     """Prompts of the greedy certificate (fp32)."""
     greedy_tokens: int = 64
@@ -348,6 +353,20 @@ class EvalConfig:
         at_least("eval.sampling_tokens", self.sampling_tokens, 1)
         at_least("eval.bootstrap", self.bootstrap, 1)
         choose("eval.limit_gpu", self.limit_gpu, ("none", "h200", "h100", "h200_measured"))
+
+    def with_baseline(self, family: str) -> "EvalConfig":
+        """With the baseline's run in `runs`, last; none beside a drafter that is the baseline itself."""
+        if self.baseline in ("", family):
+            return self
+        chain: dict[str, Any] = {
+            "proposal": "chain",
+            "law": "rejection",
+            "paths": [],
+            "draft_temperature": 0.0,
+        }
+        fixed: dict[str, Any] = {"adaptive": False, "costs": []}
+        run = replace(self.runs[0], name=self.baseline, drafter=self.baseline, **chain, **fixed)
+        return replace(self, runs=[*self.runs, run], baseline="")
 
 
 @dataclass(frozen=True, kw_only=True)

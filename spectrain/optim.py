@@ -16,7 +16,7 @@ from torch import nn
 from spectrain.config import TrainConfig
 
 # Matrices whose rows are tokens have names that begin so; Muon is for maps between hidden states.
-HEADS = ("lm_head",)
+HEADS = ("lm_head", "head.", "decoder.embed_tokens")
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:

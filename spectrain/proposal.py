@@ -20,7 +20,8 @@ class Observation:
 
     request: index of the request; start: position of the first row. Row i is position t = start + i and
     carries taps [n, L, Dt] (the target's states at t at the family's taps), final [n, Dt] (after the final
-    norm) and next_ids [n] int64: the token x_{t+1}. The last next_id is the root.
+    norm) and next_ids [n] int64: the token x_{t+1}. The last next_id is the root. first_id: x_start, which no
+    next_id holds where start is 0; -1 where the maker does not know it.
     """
 
     request: int
@@ -28,6 +29,7 @@ class Observation:
     next_ids: torch.Tensor
     taps: torch.Tensor
     final: torch.Tensor
+    first_id: int = -1
 
 
 @dataclass(frozen=True)

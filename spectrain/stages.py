@@ -29,6 +29,7 @@ from spectrain import checkpoint, provenance
 from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
 from spectrain.config import ON_REQUEST, STAGES, RunConfig
 from spectrain.data.prepare import Prepared, load_prepared
+from spectrain.optim import trainable
 from spectrain.target import Target, load_target
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,14 @@ def run(config: RunConfig) -> Path:
     road = Road(config)
     if road.process.is_main_process:
         _open_folder(road)
+    untrained = config.train.passes == 0
+    if untrained and (skipped := [stage for stage in ("capture", "train") if stage in config.stages]):
+        reason = "train.passes=0, the drafter is used as it is built"
+        log.info("-- %s skipped: %s", " and ".join(skipped), reason)
     for stage in STAGES + ON_REQUEST:
         if stage not in config.stages or stage == "capture" and config.train.features == "online":
+            continue
+        if untrained and stage in ("capture", "train"):
             continue
         if road.process.is_main_process or stage in EVERY_PROCESS:
             _timed(road, stage)
@@ -97,13 +104,12 @@ class Road:
         """The draft vocabulary, int64 [W], from the tokens that training supervises; 0 keeps every id."""
         from spectrain.drafters.vocab import choose_kept_ids, coverage, forced_ids
 
-        target, counts = self.target(self.config.target.dtype), self.prepared.counts
-        size = self.config.drafter.draft_vocab
-        if size:
-            forced = forced_ids(target.tokenizer, counts, target.stop_ids())
-            kept_ids = choose_kept_ids(counts, size, num_tokens=len(target.tokenizer), forced=forced)
-        else:
-            kept_ids = torch.arange(target.vocab_size)
+        target, size = self.target(self.config.target.dtype), self.config.drafter.draft_vocab
+        if not size:
+            return torch.arange(target.vocab_size)
+        counts = self.prepared.counts
+        forced = forced_ids(target.tokenizer, counts, target.stop_ids())
+        kept_ids = choose_kept_ids(counts, size, num_tokens=len(target.tokenizer), forced=forced)
         log.info(
             "draft vocabulary: %d of %d ids, %.2f%% of the supervised tokens",
             len(kept_ids), target.vocab_size, 100 * coverage(kept_ids, counts),
@@ -111,10 +117,15 @@ class Road:
         return kept_ids
 
     def new_drafter(self, target: Target) -> Any:
-        """A drafter before its training, the same at every call; one that the export stage would refuse
-        raises ValueError now."""
+        """A drafter before its training, the same at every call; one that the export stage would refuse, or
+        that has nothing to train, raises ValueError now."""
         config = self.config
         drafter = checkpoint.build_drafter(config.drafter, target, self.kept_ids, seed=config.train.seed)
+        if config.train.passes and not trainable(drafter):
+            raise ValueError(
+                f"train.passes={config.train.passes}: nothing of drafter {config.drafter.family} is trained; "
+                "expected train.passes=0"
+            )
         if "export" in config.stages:
             from spectrain.export import check_untrained
 
@@ -122,6 +133,9 @@ class Road:
         return drafter
 
     def trained_drafter(self, target: Target) -> Any:
+        """The best checkpoint's drafter, or the one that is used as it is built."""
+        if self.config.train.passes == 0:
+            return self.new_drafter(target).eval()
         return checkpoint.load_drafter(self.folder, target)
 
 
@@ -189,6 +203,8 @@ def export(road: Road) -> None:
 
     folder, target = road.folder / "export", road.target(road.config.target.dtype)
     drafter = road.trained_drafter(target)
+    if road.config.train.passes == 0:
+        raise ValueError("stages: export: train.passes=0 leaves nothing trained to export")
     best = checkpoint.best(road.folder)
     assert best is not None, "trained_drafter raises without a checkpoint"
     settings = {

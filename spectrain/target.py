@@ -306,13 +306,13 @@ class Target:
                 handle.remove()
 
 
-def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
+def load_target(config: TargetConfig, *, device: str = "cpu", key: str = "target.path") -> Target:
     """Load target and tokenizer from a folder or hub id; "smollm2" is the embedded default (see
     `spectrain.smollm2`). With target.server, only what a served one needs (see `spectrain.served`).
 
-    Raises ValueError naming target.path where that is no model; what the system refuses stays OSError.
+    Raises ValueError naming `key` where that is no model; what the system refuses stays OSError.
     """
-    path = resolve_path(config.path)
+    path = resolve_path(config.path, key)
     if config.server.given:
         from spectrain.served import load_served
 
@@ -326,12 +326,12 @@ def load_target(config: TargetConfig, *, device: str = "cpu") -> Target:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"target.path={config.path!r}: {reason}") from error
+        raise ValueError(f"{key}={config.path!r}: {reason}") from error
     return Target(model.to(device), tokenizer, path=config.path)
 
 
-def resolve_path(path: str) -> str:
-    """The folder or hub id that target.path means. Raises ValueError for a folder without config.json."""
+def resolve_path(path: str, key: str = "target.path") -> str:
+    """The folder or hub id that `key` means. Raises ValueError for a folder without config.json."""
     if path == "smollm2":
         from spectrain.smollm2 import converted_folder
 
@@ -339,7 +339,7 @@ def resolve_path(path: str) -> str:
     folder = Path(path).expanduser()
     is_folder = path.startswith((".", "/", "~")) or folder.is_dir()
     if is_folder and not (folder / "config.json").exists():
-        raise ValueError(f"target.path={path!r}: no config.json there")
+        raise ValueError(f"{key}={path!r}: no config.json there")
     return str(folder) if is_folder else path
 
 

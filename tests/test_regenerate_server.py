@@ -10,7 +10,8 @@ import pytest
 from spectrain import chat_server
 from spectrain.artifacts import read_json
 from spectrain.config import CorpusConfig, RegenerateConfig, RunConfig
-from spectrain.data.corpus import Corpus
+from spectrain.data.rendering import conversations
+from spectrain.data.sources import open_sources
 from spectrain.regenerate import regenerate
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -151,7 +152,7 @@ def test_tool_calls_and_reasoning_are_kept_and_sent_back(tmp_path):
     ]
     assert (kept["finish_reason"], kept["tools"]) == ("length", TOOLS)
     assert bodies[1]["messages"] == kept["messages"][:3] and bodies[1]["tools"] == TOOLS
-    [conversation] = Corpus(tmp_path / "out.jsonl", strict=True)
+    [conversation] = conversations(open_sources(str(tmp_path / "out.jsonl")))
     assert conversation.cut and conversation.messages[1]["tool_calls"][0]["function"]["name"] == "weather"
 
 

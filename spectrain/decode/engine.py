@@ -310,7 +310,8 @@ class _Engine:
                 rows = [starts[i] + node for node in path]
                 next_ids = torch.tensor([*text[1:], *kept], device=device)
                 taps, final = states.taps[rows], states.final[rows]
-                observations.append(Observation(place, self.cache.committed[place], next_ids, taps, final))
+                start = self.cache.committed[place]
+                observations.append(Observation(place, start, next_ids, taps, final, first_id=text[0]))
         self.cache.commit_all(places, paths)
         return observations
 

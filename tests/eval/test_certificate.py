@@ -99,7 +99,7 @@ def test_the_right_engine_passes(target, drafter):
         ]
         for run in (CHAIN, TREE)
     }
-    found = certify(target, drafter, QUESTIONS, config, texts)
+    found = certify(target, {"": drafter}, QUESTIONS, config, texts)
     greedy, sampling = found["greedy"], found["sampling"]
     assert found["pass"] and greedy["pass"] and sampling["pass"]
     assert (greedy["dtype"], greedy["differences"], greedy["ties"]) == ("float32", 0, [])
@@ -116,14 +116,14 @@ def test_the_certificate_ends_where_progress_bars_are_switched_off(target, draft
     monkeypatch.setattr(certificate, "progress_bar", lambda title, **kw: tqdm(disable=True, **kw))
     runs = [replace(CHAIN, name="chain_t1", temperature=1.0)]
     config = EvalConfig(runs=runs, max_new_tokens=10, sampling_tokens=40)
-    assert 40 <= certify(target, drafter, QUESTIONS, config, {})["sampling"]["tokens"] < 60
+    assert 40 <= certify(target, {"": drafter}, QUESTIONS, config, {})["sampling"]["tokens"] < 60
 
 
 def test_more_prompts_are_taken_where_texts_stop_early(target, drafter, monkeypatch):
     stop = decoded(target, None, CHAIN)[0].ids[4]
     monkeypatch.setattr(type(target), "stop_ids", lambda self: (stop,))
     config = EvalConfig(runs=[CHAIN], greedy_prompts=1, greedy_tokens=30)
-    found = certify(target, drafter, QUESTIONS, config, {"chain": []})["greedy"]
+    found = certify(target, {"": drafter}, QUESTIONS, config, {"chain": []})["greedy"]
     assert found["prompts"] > 1 and found["pass"]
 
 

@@ -50,6 +50,7 @@ def test_costs_are_measured_once_and_kept_for_what_follows(tmp_path, target, dra
     run = DecodeRunConfig(name="a", dtype="float32", length=3, adaptive=True)
     given = DecodeRunConfig(name="b", dtype="float32", length=3, adaptive=True, costs=[1.0, 0.1, 0.1])
     config = EvalConfig(
+        baseline="",
         prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=8, runs=[run, given],
         greedy_prompts=1, greedy_tokens=8, bootstrap=10,
     )  # fmt: skip

@@ -28,7 +28,9 @@ def test_events_are_one_line_per_verification_and_penalised_runs_are_certified(t
     rows = [{"id": f"p{i}", "category": "a", "turns": [f"Say {i}."]} for i in range(2)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     limits = {"max_new_tokens": 16, "greedy_prompts": 2, "greedy_tokens": 12, "sampling_tokens": 60}
-    settings = EvalConfig(prompts=str(tmp_path / "prompts.jsonl"), runs=RUNS, events=True, **limits)
+    settings = EvalConfig(
+        baseline="", prompts=str(tmp_path / "prompts.jsonl"), runs=RUNS, events=True, **limits
+    )
     config = RunConfig(recipe="tiny", drafter=Family(), wandb=WandbConfig(enabled=False), eval=settings)
     evaluate(config, lambda dtype: target, lambda target: drafter, tmp_path / "eval")
 

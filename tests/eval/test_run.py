@@ -61,7 +61,7 @@ def settings(folder: Path) -> RunConfig:
 
 def one_run(folder: Path, **changes) -> RunConfig:
     config = settings(folder)
-    return replace(config, eval=replace(config.eval, runs=[CHAIN], **changes))
+    return replace(config, eval=replace(config.eval, runs=[CHAIN], baseline="", **changes))
 
 
 def fill(folder: Path, config: RunConfig) -> None:
@@ -111,7 +111,7 @@ def test_batched_texts_equal_single_ones(done):
 
 
 def test_the_report_is_the_headline_run_and_holds_all_runs(report):
-    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree", "typical_t1"]
+    assert [run["name"] for run in report["runs"]] == ["chain", "chain_t1", "tree", "typical_t1", "ngram"]
     assert report["tau"] == report["runs"][0]["tau"]
     assert report["lossless"] and report["certificate"]["pass"]
     tau, joint = report["tau"]["value"], sum(n["value"] for n in report["joint_k"])
@@ -119,6 +119,18 @@ def test_the_report_is_the_headline_run_and_holds_all_runs(report):
     assert report["tau"]["low"] <= tau <= report["tau"]["high"]
     assert sum(report["accepted_histogram"]) == report["counters"]["rounds"]
     assert report["eta"]["value"] > 0
+
+
+def test_the_baseline_is_a_run_like_the_headline_that_says_who_drafted_it(report):
+    headline, ngram = report["runs"][0], report["runs"][-1]
+    assert (report["drafter"], headline["drafter"], ngram["drafter"]) == ("bigram", "bigram", "ngram")
+    same = ("temperature", "proposal", "length", "law", "dtype", "batch", "texts")
+    assert [ngram[key] for key in same] == [headline[key] for key in same]
+    assert ngram["lossless"] and 1 <= ngram["tau"]["value"] < headline["tau"]["value"]
+    assert ngram["eta_limit"]["value"] > 0  # its lookups read no weights
+    assert report["certificate"]["greedy"]["runs"][-1]["name"] == "ngram"
+    assert len(report["certificate"]["greedy"]["plans"]) == 3
+    assert any(line.startswith("ngram ") for line in table(report).splitlines())
 
 
 @pytest.mark.case("O-S08")

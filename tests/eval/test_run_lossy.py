@@ -22,6 +22,7 @@ def done(target, drafter, tmp_path_factory):
     rows = [{"id": f"p{i}", "category": "a", "turns": [f"Question {i}?"]} for i in range(2)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EvalConfig(
+        baseline="",
         prompts=str(folder / "prompts.jsonl"),
         max_new_tokens=12,
         runs=[CHAIN, TYPICAL],

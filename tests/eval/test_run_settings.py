@@ -19,6 +19,7 @@ def evaluate(folder, target, drafter, runs, **settings):
     rows = [{"id": f"p{i}", "category": "a", "turns": [f"Question {i}?"]} for i in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = EvalConfig(
+        baseline="",
         prompts=str(folder / "prompts.jsonl"),
         max_new_tokens=6,
         runs=runs,
@@ -78,3 +79,21 @@ def test_the_limit_is_a_model_of_a_named_gpu_and_changing_it_decodes_nothing_aga
     again = build_report(tmp_path)
     assert again["eta_limit"] == again["limit_share"] == {"value": None, "low": None, "high": None}
     assert "eta_limit" not in table(again) and "not a measurement" not in page(again, [])
+
+
+def test_a_run_may_be_drafted_by_a_family_without_weights_and_by_no_other(tmp_path, target, drafter):
+    evaluate(tmp_path, target, drafter, [run_of("own"), run_of("looked_up", drafter="suffix")])
+    assert [run["drafter"] for run in build_report(tmp_path)["runs"]] == ["bigram", "suffix"]
+    message = r"^eval\.runs\.x\.drafter='standalone': it needs training; expected a family that does not"
+    with pytest.raises(ValueError, match=message):
+        evaluate(tmp_path, target, drafter, [run_of("x", drafter="standalone")])
+
+
+def test_the_baseline_follows_the_headline_in_chains():
+    tree = DecodeRunConfig(
+        name="s", proposal="static", law="target_only", paths=[[0], [0, 0]], adaptive=True, batch=2
+    )
+    found = EvalConfig(runs=[tree]).with_baseline("eagle3").runs[-1]
+    assert found == DecodeRunConfig(name="ngram", drafter="ngram", length=2, nodes=2, batch=2)
+    assert EvalConfig(runs=[tree]).with_baseline("ngram").runs == [tree]
+    assert EvalConfig(runs=[tree], baseline="").with_baseline("eagle3").runs == [tree]

@@ -1,0 +1,38 @@
+"""recipes/README.md says what the heads of the recipes say."""
+
+from pathlib import Path
+
+import pytest
+
+from spectrain.recipe_index import head, index, packaged
+
+RECIPE = """\
+# A title
+# Source: one paper,
+#   second line.
+# Hardware: none.
+train: {passes: 3}
+# no head any more
+"""
+
+
+def test_the_page_is_current():
+    page = Path(__file__).parents[1] / "recipes" / "README.md"
+    assert page.read_text() == index(packaged()), "run python -m spectrain.recipe_index"
+
+
+def test_a_head_is_a_title_and_paragraphs():
+    assert head(RECIPE) == ["A title", "Source: one paper, second line.", "Hardware: none."]
+
+
+def test_the_page_has_a_row_and_a_section_for_each_recipe():
+    page = index({"mine": RECIPE})
+    assert page.endswith(
+        "| [mine](#mine) | A title |\n\n## mine\n\nA title.\n\n"
+        "- Source: one paper, second line.\n- Hardware: none.\n"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(packaged()))
+def test_every_head_names_the_hardware(name):
+    assert any(line.startswith("Hardware") for line in head(packaged()[name]))
