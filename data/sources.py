@@ -25,9 +25,11 @@ BOM = b"\xef\xbb\xbf"
 
 
 class Source(Protocol):
-    """One file or dataset; `name` stands in sample ids and messages."""
+    """One file or dataset."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What stands in sample ids and messages."""
 
     def digest(self) -> str:
         """A hash of the content."""
