@@ -131,7 +131,7 @@ def _priced(
                     costs = measure_costs(plain, fast, [q.ids for q in asked], [q.key for q in asked])
                 return {"costs": costs}
 
-            settings = {"run": asdict(run), "questions": _print(asked), "limits": limits}
+            settings: dict[str, Any] = {"run": asdict(run), "questions": _print(asked), "limits": limits}
             settings |= {**_of_run(identity, run), "threads": config.eval.threads}
             reuse_or_run(folder / run.name, settings, measure)
             run = replace(run, costs=read_json(folder / run.name / MANIFEST)["costs"])

@@ -76,7 +76,7 @@ class Standalone(nn.Module):
         self.context = model.config.max_position_embeddings
         self.decoder = model.decoder
         self.head = model.head if model.head.weight is not model.embedding.weight else None
-        self._tied = (model.embedding,)  # in a tuple, so that it is no submodule
+        self._tied: tuple[Any] = (model.embedding,)  # in a tuple, so that it is no submodule
         self.scale = model.adjust(torch.ones(())).item()
         self.requires_grad_(not config.frozen)
         known = torch.arange(min(vocab_size, model.vocab_size), device=model.device)
