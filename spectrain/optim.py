@@ -15,7 +15,8 @@ from torch import nn
 
 from spectrain.config import TrainConfig
 
-HEADS = ("lm_head.weight",)  # matrices whose rows are tokens: Muon is for maps between hidden states
+# matrices whose rows are tokens: Muon is for maps between hidden states
+HEADS = ("lm_head.weight", "embed_tokens.weight")
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -62,7 +63,7 @@ class Optimizers:
 
 def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
     """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the
-    matrices other than the head, whose rows are tokens.
+    matrices other than head and embedding, whose rows are tokens.
 
     Raises ValueError naming a parameter that is not float32.
     """

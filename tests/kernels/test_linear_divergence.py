@@ -55,6 +55,7 @@ def dense(p, terms, z, head):
         "tv": 1 - alpha,
         "lk_alpha": -alpha.log(),
         "lk_lambda": share * kl + (1 - share) * (1 - alpha),
+        "topk": -(log_p.exp() * log_q).gather(1, log_p.topk(10).indices).sum(-1),
     }
     loss = sum(p.weights[term] * value[term] for term in terms)
     return loss, alpha.detach(), log_q.argmax(-1) == p.top1[p.source]
