@@ -9,6 +9,7 @@ import pytest
 
 from spectrain import __main__ as command
 from spectrain import __version__, stages
+from spectrain.compose import recipe_names
 from spectrain.config import STAGES
 from spectrain.eval.certificate import CertificateFailed
 
@@ -56,7 +57,7 @@ def test_help_needs_no_torch_and_works_from_any_folder(tmp_path):
 
 def test_an_unknown_recipe_is_one_line_and_code_2(tmp_path):
     done = spectrain("recipe=quick", cwd=tmp_path)
-    expected = "error: recipe=quick: unknown; known recipes: eagle3_llama, eagle3_smollm2, quickstart\n"
+    expected = f"error: recipe=quick: unknown; known recipes: {', '.join(recipe_names())}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

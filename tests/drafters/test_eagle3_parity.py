@@ -13,8 +13,15 @@ V = 260
 @pytest.mark.case("O-T02")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kept": torch.arange(V)}, {"fc_norm": True}],
-    ids=["reduced vocabulary", "whole vocabulary", "fc_norm"],
+    [
+        {},
+        {"kept": torch.arange(V)},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"norm_before_residual": True},
+        {"width": 64},
+    ],
+    ids=["reduced vocabulary", "whole vocabulary", "fc_norm", "norm_output", "norm_before_residual", "wider"],
 )
 def test_training_logits_equal_those_of_the_decode_loop_in_each_round(drafter_of, target, settings):
     """Round 1 from root x_6; two of its draft tokens are taken, the others rejected; round 2 from root x_9;

@@ -190,7 +190,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
 
 @pytest.mark.case("O-S05")
 @pytest.mark.parametrize(
-    "term", ["ce", "kl", "reverse_kl", "tv", "lk_alpha"]
+    "term", ["ce", "kl", "reverse_kl", "tv", "lk_alpha", "topk"]
 )  # lk_lambda's w has no gradient
 def test_the_gradient_equals_finite_differences_in_float64(term):
     p = problem(9, kept=11, slots=3, targets=4)
