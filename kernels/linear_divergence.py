@@ -5,6 +5,7 @@
     kl  = sum p/P (log p/P - log q)   reverse_kl = sum q (log q - log p/P)   ce = -log q(label)
     alpha = sum min(p, q)             tv = 1 - alpha      lk_alpha = -log alpha
     lk_lambda = w kl + (1 - w) tv,    w = exp(-decay * alpha), w without gradient
+    topk = -sum p log q over the TOP likeliest kept ids of p
 
 Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never
 stored for more than a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot
@@ -12,9 +13,11 @@ by slot inside a chunk of target rows; W is one for all, or each slot has its ow
 be done on the narrow sides of the products is done there:
 with c = sum_v (p_v / P) W_v, one row per target row,
     sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
-so that kl alone needs no pass over rows x vocabulary besides softmax and alpha. All is done in the forward.
+so that kl alone needs no pass over rows x vocabulary besides softmax and alpha; topk is done in the same way.
+All is done in the forward.
 Sums have the dtype of z, float32 in training. Knows no family.
-Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881.
+Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881; topk: HASS, Zhang et al.
+2024, section 3.1, with its 10 ids.
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
 
@@ -23,7 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
+TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "topk")
+TOP = 10
 SMALLEST_ALPHA = 1e-8  # keeps 1 / alpha of lk_alpha finite
 SMALLEST = 1e-30  # of a probability under a logarithm
 
@@ -122,7 +126,7 @@ class _LinearDivergence(torch.autograd.Function):
         most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
         buffers = [z_RD.new_empty(n, len(heads[0])) for n in (rows, height, most, most)]
         for first, last, slots in blocks:
-            law = _TeacherRows(teacher, first, last, buffers[1])
+            law = _TeacherRows(teacher, first, last, buffers[1], "topk" in weights)
             # rows of one head together
             parts = [(0, slots)] if len(heads) == 1 else [(part[0], (part,)) for part in slots]
             for number, part in parts:
@@ -156,14 +160,16 @@ class _LinearDivergence(torch.autograd.Function):
 
 class _TeacherRows:
     """The target's law on the n target rows of a chunk: p [n, W], mass P [n], negative entropy
-    sum p/P log p/P [n]."""
+    sum p/P log p/P [n]; if `top`, the TOP likeliest kept ids [n, k] and their p."""
 
-    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor):
+    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor, top: bool):
         log_p = teacher.logits(first, last, buffer[: last - first])
         p = log_p.exp()
         self.mass = p.sum(-1).clamp(min=SMALLEST)
         self.p = p
         self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
+        if top:
+            self.top_p, self.top_ids = p.topk(min(TOP, p.shape[1]))
 
     def mean_row(self, head_WD: torch.Tensor) -> torch.Tensor:
         """c [n, D], the mean row of a head."""
@@ -225,6 +231,8 @@ class _Chunk:
         kl_w, tv_w, loss = self._coefficients(alpha, decay)
         ce_w = self.weights.get("ce")
         softmax_w = kl_w if ce_w is None else kl_w + ce_w
+        if "topk" in self.weights:
+            softmax_w = softmax_w + self.weights["topk"] * self.teacher.top_p.sum(-1)[self.local]
         wide = tv_w is not None or "reverse_kl" in self.weights
         if wide:
             loss = loss + self._wide(softmax_w, tv_w)
@@ -242,7 +250,20 @@ class _Chunk:
             dz -= self.head[self.label] * ce_w[:, None]
             if dhead is not None:
                 dhead.index_add_(0, self.label, self.z * ce_w[:, None], alpha=-1)
+        if "topk" in self.weights:
+            loss = loss + self._top(dz, dhead)
         return loss, dz
+
+    def _top(self, dz: torch.Tensor, dhead: torch.Tensor | None) -> torch.Tensor:
+        """topk's loss [m], and the part of its gradients that is not the softmax's, added to dz and dhead."""
+        t, weight = self.teacher, self.weights["topk"]
+        top_row = (self.head[t.top_ids] * t.top_p[..., None]).sum(1)
+        dz -= top_row[self.local] * weight[:, None]
+        if dhead is not None:
+            summed = torch.zeros_like(top_row).index_add_(0, self.local, self.z * weight[:, None])
+            parts = t.top_p[..., None] * summed[:, None]
+            dhead.index_add_(0, t.top_ids.flatten(), parts.flatten(0, 1), alpha=-1)
+        return weight * (t.top_p.sum(-1)[self.local] * self.lse - (top_row[self.local] * self.z).sum(-1))
 
     def _coefficients(
         self, alpha: torch.Tensor, decay: float

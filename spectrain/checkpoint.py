@@ -97,7 +97,11 @@ def save(
         if path.exists():
             shutil.rmtree(path)
     staging.mkdir(parents=True)
-    write_tensors(staging / FILES[0], drafter.state_dict())
+    # what is not trained is made again by the family: a frozen head, buffers
+    fixed = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    fixed |= {name for name, _ in drafter.named_buffers()}
+    trained = {name: t for name, t in drafter.state_dict().items() if name not in fixed}
+    write_tensors(staging / FILES[0], trained)
     write_tensors(staging / FILES[1], {"kept_ids": drafter.kept_ids})
     config = {
         "drafter": asdict(drafter.config),

@@ -2,19 +2,24 @@
 slot).
 
 A family says which rows exist (`RowIndex`, from masks alone) and computes the drafter's state on them
-(`Rows`); the fused op `kernels/linear_divergence.py` does the rest. Knows no family.
+(`Rows`); the fused op `kernels/linear_divergence.py` does the rest. One term is no divergence: smooth_l1
+compares the state itself with the target's (EAGLE-1), which makes sense under the target's own head only.
+Knows no family.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import smooth_l1_loss
 
 from spectrain.config import ObjectiveConfig, choose
 from spectrain.features import FeatureBatch
-from spectrain.kernels.linear_divergence import TERMS, Teacher, linear_divergence
+from spectrain.kernels.linear_divergence import TERMS as DIVERGENCES
+from spectrain.kernels.linear_divergence import Teacher, linear_divergence
 from spectrain.target import Target
 
+TERMS = (*DIVERGENCES, "smooth_l1")
 CHUNK = 512  # rows of all slots: enough that passing over the head's gradient once per chunk is cheap
 
 
@@ -65,6 +70,13 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, drafter, target: Target):
         for term in config.terms:
             choose("objective.terms", term, TERMS)
+        head = drafter.head_weight()
+        trained = not isinstance(head, torch.Tensor) or head.requires_grad
+        if "smooth_l1" in config.terms and trained:
+            raise ValueError(
+                f"objective.terms.smooth_l1: family {drafter.config.family} trains its head; the term "
+                "compares states, which only says something under the target's own head"
+            )
         self.config = config
         kept = drafter.kept_ids
         self.kept_ids = kept
@@ -118,6 +130,7 @@ class Objective:
             per_slot = weight * decay / counts[i].clamp(min=1)
             counted = self._counted(term, index, batch)
             weights[term] = torch.where(counted, per_slot[index.slot], 0.0).float()
+        regression = weights.pop("smooth_l1", None)
         sources, local = torch.unique(index.source, return_inverse=True)
         state, lse = batch.final[sources], batch.lse[sources]
         teacher = Teacher(state, lse, self.teacher_head, self.adjust, self.teacher_bias)
@@ -133,6 +146,10 @@ class Objective:
             lambda_decay=self.config.lambda_decay,
             chunk=self.config.chunk or max(1, CHUNK // index.slots),
         )
+        if regression is not None:
+            distance = smooth_l1_loss(rows.state.float(), batch.final[index.source].float(), reduction="none")
+            share = distance.mean(-1) * regression
+            loss, per_row["loss"] = loss + share.sum(), per_row["loss"] + share.detach()
         stats = {name: self._per_slot(index, value) for name, value in per_row.items()}
         stats["count"] = torch.bincount(index.slot, minlength=index.slots).double()
         return ObjectiveResult(loss, stats)

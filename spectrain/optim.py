@@ -16,7 +16,7 @@ from torch import nn
 from spectrain.config import TrainConfig
 
 # Matrices whose rows are tokens have names that begin so; Muon is for maps between hidden states.
-HEADS = ("lm_head", "head.", "decoder.embed_tokens")
+HEADS = ("lm_head", "head.", "embed_tokens", "decoder.embed_tokens")
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -63,7 +63,7 @@ class Optimizers:
 
 def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
     """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the
-    matrices other than the head, whose rows are tokens.
+    matrices other than head and embedding, whose rows are tokens.
 
     Raises ValueError naming a parameter that is not float32.
     """

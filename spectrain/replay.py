@@ -2,8 +2,8 @@
 
 Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets), in plain torch and
 float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows one draft layer
-without biases, a norm per tap or none, un-normed residual, pre-norm feedback; a folder that asks for another
-graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
+without biases, with or without a norm per tap, a normed residual and a normed state fed back; a folder that
+asks for another graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
 Embeddings are given, since they are the target's, in the engines too.
 
 Row t fuses the target's states at position t with the embedding of x_{t+1}. A draft step appends a row at the
@@ -28,10 +28,9 @@ GRAPH = {  # keys that change the computation, at the only value known here
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
-    "norm_before_residual": False,
     "norm_before_fc": False,
-    "norm_output": False,
 }
+SWITCHES = ("fc_norm", "norm_before_residual", "norm_output")
 ROPE_KEYS = {  # rope type: keys it needs, keys it may have
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -82,22 +81,19 @@ class Replay:
         logits = torch.full((len(draft_embeds_SD) + 1, self.config["vocab_size"]), -torch.inf)
         for step in range(len(logits)):
             out_TD = self._layer(embeds, state_TD, positions, past)
-            logits[step, self.target_ids] = w["lm_head.weight"] @ self._norm(out_TD[-1], "norm.weight")
+            normed_TD = self._norm(out_TD[-1:], "norm.weight")
+            logits[step, self.target_ids] = w["lm_head.weight"] @ normed_TD[0]
             embeds = draft_embeds_SD[step : step + 1].float()
-            state_TD, positions = out_TD[-1:], positions[-1:] + 1
+            state_TD = normed_TD if self.config["norm_output"] else out_TD[-1:]
+            positions = positions[-1:] + 1
         return logits
 
     def _layer(self, embed_TD, state_TD, positions_T, past) -> torch.Tensor:
         """One decoder layer on new rows; their keys and values are added to `past`."""
         w, H, G = self.tensors, self.config["num_attention_heads"], self.config["num_key_value_heads"]
         K = self.config["head_dim"]
-        pair_T2D = torch.cat(
-            (
-                self._norm(embed_TD, "midlayer.input_layernorm.weight"),
-                self._norm(state_TD, "midlayer.hidden_norm.weight"),
-            ),
-            -1,
-        )
+        normed_TD = self._norm(state_TD, "midlayer.hidden_norm.weight")
+        pair_T2D = torch.cat((self._norm(embed_TD, "midlayer.input_layernorm.weight"), normed_TD), -1)
         q, k, v = (pair_T2D @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
         q_HTK = self._rotate(q.unflatten(-1, (H, K)).transpose(0, 1), positions_T)
         k_GTK = self._rotate(k.unflatten(-1, (G, K)).transpose(0, 1), positions_T)
@@ -107,7 +103,8 @@ class Replay:
         scores = q_HTK @ k_HSK.transpose(1, 2) / math.sqrt(K)
         scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
         seen_THK = (torch.softmax(scores, -1) @ v_HSK).transpose(0, 1)
-        middle_TD = state_TD + seen_THK.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        residual_TD = normed_TD if self.config["norm_before_residual"] else state_TD
+        middle_TD = residual_TD + seen_THK.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
         x_TD = self._norm(middle_TD, "midlayer.post_attention_layernorm.weight")
         gate_TF, up_TF = (x_TD @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         return middle_TD + (torch.nn.functional.silu(gate_TF) * up_TF) @ w["midlayer.mlp.down_proj.weight"].T
@@ -209,7 +206,7 @@ def check_config(where: str, config: dict[str, Any]) -> None:
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
         "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states target_hidden_size"
     )
-    for key in (*numbers.split(), *GRAPH, "fc_norm", "dtype", "torch_dtype"):
+    for key in (*numbers.split(), *GRAPH, *SWITCHES, "dtype", "torch_dtype"):
         if key not in config:
             raise ValueError(f"{where}: key {key} is missing")
     for key, known in GRAPH.items():

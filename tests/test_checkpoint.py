@@ -61,6 +61,16 @@ def test_a_loaded_drafter_equals_the_saved_one_bit_for_bit(eagle, target):
     assert (loaded.config, loaded.taps, loaded.training) == (drafter.config, drafter.taps, False)
 
 
+def test_what_is_not_trained_is_not_stored_and_comes_back_from_the_target(target, tmp_path):
+    kept_ids = torch.arange(3, 250, 7)
+    drafter = checkpoint.build_drafter(Config(unroll=2, head="frozen"), target, kept_ids)
+    state = {"step": 1, "tau": None}
+    checkpoint.save(tmp_path, drafter, stepped(drafter), state, target=target.fingerprint(), keep=1)
+    loaded = checkpoint.load_drafter(tmp_path, target)
+    assert torch.equal(loaded.lm_head.weight, target.head.weight[kept_ids])
+    assert torch.equal(loaded.fc.weight, drafter.fc.weight)
+
+
 def test_a_folder_holds_only_tensors_and_json(eagle):
     folder = checkpoint.latest(eagle[0])
     assert sorted(path.name for path in folder.iterdir()) == sorted((*checkpoint.FILES, MANIFEST))

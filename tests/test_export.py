@@ -108,11 +108,14 @@ def test_the_embedding_is_left_to_the_target(tmp_path):
 @pytest.mark.case("O-E01")
 @pytest.mark.parametrize("make", [llama, qwen3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_folder_alone_gives_the_decode_loops_logits(make, dtype, fc_norm, tmp_path):
+@pytest.mark.parametrize("switch", ["", "fc_norm", "norm_output", "norm_before_residual"])
+def test_the_folder_alone_gives_the_decode_loops_logits(make, dtype, switch, tmp_path):
     target = make()
-    folder = exported(target, tmp_path, dtype=dtype, fc_norm=fc_norm)
-    assert read_config(folder)["fc_norm"] == fc_norm
+    folder = exported(target, tmp_path, dtype=dtype, **{switch: True} if switch else {})
+    config = read_config(folder)
+    assert [
+        key for key in ("fc_norm", "norm_output", "norm_before_residual") if config[key]
+    ] == switch.split()
     assert check(folder, target) <= 1e-5
     recorded = load_file(folder / "check" / "replay.safetensors")["logits"]
     assert recorded.shape == (3, 20)
@@ -178,6 +181,12 @@ def test_what_no_engine_can_serve_is_refused_before_training(taps, rope, message
     target = llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **rope})
     with pytest.raises(ValueError, match=message):
         check_untrained(target, drafter_for(target, taps=taps), "bfloat16")
+
+
+def test_a_width_that_the_check_does_not_know_is_refused_before_training():
+    target = llama()
+    with pytest.raises(ValueError, match="drafter.width=16: expected 0 for the export"):
+        check_untrained(target, drafter_for(target, width=16), "bfloat16")
 
 
 def test_a_drafter_that_can_be_exported_passes_the_check_before_training():

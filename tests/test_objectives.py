@@ -284,6 +284,7 @@ def test_the_chunk_changes_no_number(chunk):
 def test_an_unknown_term_is_refused_with_key_and_value():
     drafter, target = stand_ins([0], 2)
     with pytest.raises(
-        ValueError, match=r"objective.terms.*'mse'.*ce, kl, reverse_kl, tv, lk_alpha, lk_lambda"
+        ValueError,
+        match=r"objective.terms.*'mse'.*ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, topk, smooth_l1",
     ):
         Objective(ObjectiveConfig(terms={"mse": 1.0}), drafter, target)

@@ -5,11 +5,11 @@ Row t pairs the target's states at token t (taps fused by `fc`) with the embeddi
 token t + 2 + k. The root of decoding is x_n with n = t + 1. Row t counts at step k iff tokens t + 1 and
 t + 2 + k lie in one span. One document of 8 tokens with span {3, 4, 5} and 3 steps:
     step 0: rows 2, 3 (predict tokens 4, 5)   step 1: row 2 (token 5)   step 2: none
-The state fed back is the layer's output before `norm`; `norm` and `lm_head` give logits over the kept ids.
+The state fed back is the layer's output before `norm`, after it with norm_output (EAGLE-3.1); `norm` and
+`lm_head` give logits over the kept ids.
 Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,21 +18,25 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from spectrain.cache import CacheLayout, KVCache
+from spectrain.cache import CacheLayout
 from spectrain.data.packing import TokenBatch
-from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import GatedMLP, RMSNorm, Rotary, rotate, share_tensor, supervised_rows
+from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
+from spectrain.drafters.layers import (
+    SHAPE_KEYS,
+    GatedMLP,
+    RMSNorm,
+    Rotary,
+    draft_config,
+    rotate,
+    share_tensor,
+    supervised_rows,
+)
+from spectrain.drafters.unroll import document_begins, runs
 from spectrain.features import FeatureBatch
-from spectrain.kernels.ttt_attention import Own, Run, ttt_attention
+from spectrain.kernels.ttt_attention import Own, ttt_attention
 from spectrain.objectives import RowIndex, Rows
-from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
-SHAPE_KEYS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
-    "max_position_embeddings", "rope_parameters",
-)  # fmt: skip
 ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
 
@@ -47,6 +51,12 @@ class Config:
     """Layer ids of the target's states, strictly increasing; empty: 1, n//2 - 1, n - 4."""
     fc_norm: bool = False
     """A norm of its own for each tap before `fc`, as in EAGLE-3.1."""
+    norm_output: bool = False
+    """Feed back the state after the final norm, as in EAGLE-3.1, not the one before it."""
+    norm_before_residual: bool = False
+    """Attention adds to the normed state; vLLM knows it, SGLang does not."""
+    width: int = 0
+    """Hidden size of the drafter; 0: the target's. Another one brings a trained embedding, and no export."""
     head: str = "trained"
     """trained, or frozen: the target's rows as they are, without the products of their gradient."""
 
@@ -88,16 +98,21 @@ class Attention(nn.Module):
 
 
 class Midlayer(nn.Module):
-    """The decoder layer. The residual is the state before `hidden_norm`."""
+    """The decoder layer. The residual is the state before `hidden_norm`, or after it."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool):
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = GatedMLP(D, config.intermediate_size)
+
+    def residual(self, state_ND: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
+        """What attention adds to; normed: the state after `hidden_norm`."""
+        return normed_ND if self.norm_before_residual else state_ND
 
     def finish(self, state_ND: torch.Tensor, mixed_HNK: torch.Tensor) -> torch.Tensor:
         """State after attention output and MLP."""
@@ -118,21 +133,24 @@ class Eagle3(nn.Module):
         if self.taps[-1] >= target.num_layers or self.taps[0] < 0:
             layers = f"the target has layers 0 to {target.num_layers - 1}"
             raise ValueError(f"drafter.taps={list(self.taps)}: {layers}")
-        self.draft_config = draft_config(target, len(kept_ids))
-        D, eps = target.hidden_size, self.draft_config.rms_norm_eps
-        norms = [RMSNorm(D, eps) for _ in self.taps] if config.fc_norm else []
+        self.draft_config = draft_config(target, config.width)
+        self.vocab_size = target.vocab_size
+        D, Dt, eps = self.draft_config.hidden_size, target.hidden_size, self.draft_config.rms_norm_eps
+        norms = [RMSNorm(Dt, eps) for _ in self.taps] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
-        self.midlayer = Midlayer(self.draft_config)
+        self.fc = nn.Linear(len(self.taps) * Dt, D, bias=False)
+        self.midlayer = Midlayer(self.draft_config, norm_before_residual=config.norm_before_residual)
         self.norm = RMSNorm(D, eps)
         self.lm_head = nn.Linear(D, len(kept_ids), bias=False)
         self.rotary = Rotary(self.draft_config)
         self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
+        self.embed_tokens = nn.Embedding(target.vocab_size, D) if Dt != D else None
         self._embedding = (target.embedding,)  # in a tuple, so that it is no submodule
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """The target's own embedding of tokens (its scale included), in the drafter's dtype."""
-        return self._embedding[0](ids_T).to(self.fc.weight.dtype)
+        """The target's own embedding of tokens (its scale included), in the drafter's dtype; or the drafter's
+        own, where widths differ."""
+        return (self.embed_tokens or self._embedding[0])(ids_T).to(self.fc.weight.dtype)
 
     def fuse(self, taps_TLD: torch.Tensor) -> torch.Tensor:
         """The state [T, D] that step 0 starts from."""
@@ -145,7 +163,7 @@ class Eagle3(nn.Module):
         return self.lm_head.weight
 
     def index(self, tokens: TokenBatch) -> RowIndex:
-        """The supervised (row, slot) pairs, step after step; within a step in the order of the tokens."""
+        """The supervised (row, slot) pairs."""
         return supervised_rows(tokens, self.config.unroll)
 
     def rows(self, batch: FeatureBatch) -> Rows:
@@ -153,7 +171,7 @@ class Eagle3(nn.Module):
         tokens = batch.tokens
         index = self.index(tokens)
         steps = [index.row[index.slot == k] for k in range(index.slots)]
-        begins = torch.tensor(tokens.offsets, device=tokens.ids.device)[tokens.document_ids]
+        begins = document_begins(tokens)
         layer, attn = self.midlayer, self.midlayer.self_attn
         w_embed, w_state = attn.halves()
         embed = F.linear(layer.input_layernorm(self.embed(tokens.ids)), w_embed)
@@ -182,14 +200,39 @@ class Eagle3(nn.Module):
                 own.append(Own(rotate(key, angle), value.contiguous(), rows))
             seen = [replace(step, places=torch.searchsorted(step.places, rows)) for step in own]
             mixed = ttt_attention(rotate(q, angle), k0, v0, seen, runs(rows, begins), attn.scale)
-            state = layer.finish(state, mixed)
+            state = layer.finish(layer.residual(state, normed), mixed)
             outs.append(self.norm(state))
+            state = outs[-1] if self.config.norm_output else state
             before = rows
         return Rows(index=index, state=torch.cat(outs) if outs else fused[:0])
 
-    def start(self, num_requests: int, capacity: int) -> "Eagle3Drafting":
+    def start(self, num_requests: int, capacity: int) -> FeatureDrafting:
         """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
-        return Eagle3Drafting(self, num_requests, capacity)
+        return FeatureDrafting(self, num_requests, capacity)
+
+    def entry(self, taps_NLD: torch.Tensor, final_ND: torch.Tensor) -> torch.Tensor:
+        return self.fuse(taps_NLD)
+
+    def advancing(self, capacity: int) -> Advance:
+        """The layer on rows: their states and the tokens that follow them; states [N, D] out."""
+        layer, attn = self.midlayer, self.midlayer.self_attn
+        stacked = torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)).detach()
+        cos, sin = self.rotary(torch.arange(capacity, device=stacked.device), stacked)
+
+        def advance(state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
+            embedded = layer.input_layernorm(self.embed(ids_N))
+            normed = layer.hidden_norm(state_ND)
+            q, k, v = attn.split(F.linear(torch.cat((embedded, normed), -1), stacked))
+            angle = (cos[layout.positions], sin[layout.positions])
+            q, k = rotate(q, angle), rotate(k, angle)
+            mixed = layout.attend(0, q, k, v, scale=attn.scale, window=None, softcap=None, sinks_H=None)
+            state = layer.finish(layer.residual(state_ND, normed), mixed)
+            return self.norm(state) if self.config.norm_output else state
+
+        return advance
+
+    def logits(self, state_ND: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(state_ND if self.config.norm_output else self.norm(state_ND))
 
     def weights_read(self) -> tuple[int, int]:
         """Layer and head at each step; `fc` once a round, on what the verification committed."""
@@ -210,6 +253,10 @@ class Eagle3(nn.Module):
         as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
         if as_is and points[0] == 1:
             raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 here")
+        if self.config.width:
+            raise ValueError(
+                f"drafter.width={self.config.width}: expected 0 for the export; its check knows no other"
+            )
         shape = self.draft_config.to_dict()
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -221,133 +268,17 @@ class Eagle3(nn.Module):
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": points if as_is else list(self.taps),
             },
-            "norm_before_residual": False,
+            "norm_before_residual": self.config.norm_before_residual,
             "norm_before_fc": False,
             "fc_norm": self.config.fc_norm,
-            "norm_output": False,
+            "norm_output": self.config.norm_output,
         }
-
-
-class Eagle3Drafting:
-    """The drafter at work on several requests (`spectrain.proposal.Drafting`).
-
-    Row t of a request lies at slot t of the cache. `states` [requests, 1 + nodes, D]: the state of the newest
-    row, which predicts the root's successor, then those of the nodes stepped since, in order of arrival.
-    """
-
-    def __init__(self, drafter: Eagle3, num_requests: int, capacity: int):
-        attn = drafter.midlayer.self_attn
-        self.drafter = drafter
-        self.kept_ids = drafter.kept_ids
-        self.vocab_size = drafter.draft_config.vocab_size
-        self.cache = KVCache(num_requests, capacity)
-        self.qkv = torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)).detach()
-        positions = torch.arange(capacity, device=self.qkv.device)
-        self.cos, self.sin = drafter.rotary(positions, self.qkv)
-        self.states = self.qkv.new_zeros(num_requests, 1, drafter.fc.out_features)
-        self.steps = 0
-
-    @torch.no_grad()
-    def observe(self, observations: Sequence[Observation]) -> None:
-        requests = [o.request for o in observations]
-        counts = [len(o.next_ids) for o in observations]
-        for o in observations:
-            if o.start == 0:
-                self.cache.truncate(o.request, 0)
-            committed = self.cache.committed[o.request]
-            assert committed == o.start, f"request {o.request}: row {o.start} follows {committed} rows"
-        fused = self.drafter.fuse(torch.cat([o.taps for o in observations]))
-        layout = self.cache.extend(requests, counts)
-        new = self._run(fused, torch.cat([o.next_ids for o in observations]), layout)
-        self.cache.commit_all(requests, [range(count) for count in counts])
-        last = torch.tensor(counts).cumsum(0) - 1
-        self.states[requests, 0] = new[last]
-
-    @torch.no_grad()
-    def propose(self, requests: Sequence[int], plan: Plan, sampler: Sampler) -> list[Proposal]:
-        nodes = 1 + plan.room
-        if self.states.shape[1] < nodes:
-            grown = self.states.new_zeros(self.states.shape[0], nodes, self.states.shape[2])
-            grown[:, :1] = self.states[:, :1]
-            self.states = grown
-        proposals = grow(self, requests, plan, sampler)
-        self.cache.commit_all(requests, [()] * len(requests))
-        return proposals
-
-    def root_positions(self, requests: Sequence[int]) -> list[int]:
-        return [self.cache.committed[request] for request in requests]
-
-    def root_logits(self, requests: Sequence[int]) -> torch.Tensor:
-        return self._logits(self.states[requests, 0])
-
-    def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        seen = {request: len(self.cache.pending[request]) for request in requests}
-        layout = self.cache.grow(requests, parents)
-        new = self._run(self.states[requests, [parent + 1 for parent in parents]], tokens, layout)
-        arrivals = []
-        for request in requests:
-            seen[request] += 1
-            arrivals.append(seen[request])
-        self.states[requests, arrivals] = new
-        return self._logits(new)
-
-    def _run(self, state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
-        """The layer on N rows: their states and the tokens that follow them; states [N, D] out."""
-        self.steps += 1
-        layer, attn = self.drafter.midlayer, self.drafter.midlayer.self_attn
-        embedded = layer.input_layernorm(self.drafter.embed(ids_N))
-        q, k, v = attn.split(F.linear(torch.cat((embedded, layer.hidden_norm(state_ND)), -1), self.qkv))
-        angle = (self.cos[layout.positions], self.sin[layout.positions])
-        q, k = rotate(q, angle), rotate(k, angle)
-        mixed = layout.attend(0, q, k, v, scale=attn.scale, window=None, softcap=None, sinks_H=None)
-        return layer.finish(state_ND, mixed)
-
-    def _logits(self, state_ND: torch.Tensor) -> torch.Tensor:
-        return self.drafter.lm_head(self.drafter.norm(state_ND))
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's layer ids: one low, one middle, one high."""
     found = {1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers))
     return tuple(sorted(found)) or (num_layers - 1,)
-
-
-def runs(rows: torch.Tensor, begins: torch.Tensor) -> tuple[Run, ...]:
-    """Consecutive rows as runs for the attention; two more tokens of its document follow each row, so that no
-    run reaches into another one."""
-    edge = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
-    edge[1:-1] = rows[1:] != rows[:-1] + 1
-    bounds = edge.nonzero()[:, 0].tolist()
-    firsts, docs = rows[bounds[:-1]].tolist(), begins[rows[bounds[:-1]]].tolist()
-    return tuple(
-        Run(first=a, count=b - a, row=row, begin=doc)
-        for a, b, row, doc in zip(bounds, bounds[1:], firsts, docs, strict=False)
-    )
-
-
-def draft_config(target: Target, draft_vocab: int) -> LlamaConfig:
-    """The draft layer's shape, derived from the target: width, heads, MLP, rotary embedding, norm epsilon."""
-    c = target.config.to_dict()
-    named = target.config  # its attributes have the common names, its dict may have the model's own (GPT-2)
-    rope = c.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
-    rope = rope.get("full_attention", rope)
-    heads = named.num_attention_heads
-    inner = c.get("intermediate_size") or c.get("n_inner") or 4 * target.hidden_size
-    return LlamaConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=inner,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or target.hidden_size // heads,
-        rms_norm_eps=c.get("rms_norm_eps") or 1e-6,
-        max_position_embeddings=named.max_position_embeddings,
-        rope_parameters=rope,
-        vocab_size=target.vocab_size,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
@@ -359,12 +290,20 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
     drafter = Eagle3(config, target, kept_ids)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
+            nn.init.normal_(module.weight, std=drafter.draft_config.hidden_size**-0.5)
     attn = drafter.midlayer.self_attn
     with torch.no_grad():
         keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
         shared = attn.q_proj.out_features // attn.k_proj.out_features
         attn.q_proj.weight.copy_(keys.repeat_interleave(shared, 0).flatten(0, 1) / 2)
-    share_tensor(drafter.lm_head.weight, target.head.weight[kept_ids.to(target.device)].float())
+    head = target.head.weight[kept_ids.to(target.device)].float()
+    if drafter.embed_tokens is not None:
+        # the same directions of the target's space for both ends, so that lengths and angles nearly stay
+        D, Dt = drafter.draft_config.hidden_size, target.hidden_size
+        onto = (torch.randn(Dt, D) / D**0.5).to(head)
+        every = torch.arange(target.vocab_size, device=target.device)
+        share_tensor(drafter.embed_tokens.weight, target.embedding(every).float() @ onto)
+        head = head @ onto
+    share_tensor(drafter.lm_head.weight, head)
     drafter.lm_head.weight.requires_grad_(config.head == "trained")
     return drafter.to(target.device)

@@ -3,6 +3,8 @@
 Knows no family. Legend: T tokens, D hidden, H heads, K head dim.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +15,13 @@ from spectrain.data.packing import TokenBatch
 from spectrain.kernels.gated_mlp import gated_mlp
 from spectrain.kernels.rms_norm import rms_norm
 from spectrain.objectives import RowIndex
+from spectrain.target import Target
+
+SHAPE_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
+    "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
 
 
 class RMSNorm(nn.Module):
@@ -67,11 +76,12 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.table = LlamaRotaryEmbedding(config)
+        # in a tuple, so that it is no submodule: its frequencies stay float32 whatever the drafter is cast to
+        self._table = (LlamaRotaryEmbedding(config),)
 
     def forward(self, positions_T: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [T, K] in the dtype of `like`."""
-        cos, sin = self.table(like, positions_T[None])
+        cos, sin = self._table[0].to(like.device)(like, positions_T[None])
         return cos[0], sin[0]
 
 
@@ -80,6 +90,42 @@ def rotate(x_NTK: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> t
     cos, sin = cos_sin
     first, second = x_NTK.chunk(2, -1)
     return x_NTK * cos + torch.cat((-second, first), -1) * sin
+
+
+def draft_config(target: Target, width: int = 0) -> LlamaConfig:
+    """The shape of one Llama layer, derived from the target: width, heads, MLP, rotary embedding, epsilon.
+
+    width: another hidden size, 0 for the target's; heads keep their size, MLP and number of heads shrink or
+    grow in proportion. Raises ValueError where the numbers of heads do not stay whole.
+    """
+    c = target.config.to_dict()
+    named = target.config  # its attributes have the common names, its dict may have the model's own (GPT-2)
+    rope = c.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = rope.get("full_attention", rope)
+    D, heads = target.hidden_size, named.num_attention_heads
+    groups = c.get("num_key_value_heads") or heads
+    size = width or D
+    if size * groups % D or size * heads % D:
+        step = D // math.gcd(heads, groups)
+        raise ValueError(
+            f"drafter.width={width}: expected 0 or a multiple of {step}, which keeps heads whole"
+        )
+    inner = c.get("intermediate_size") or c.get("n_inner") or 4 * D
+    return LlamaConfig(
+        hidden_size=size,
+        intermediate_size=inner * size // D,
+        num_hidden_layers=1,
+        num_attention_heads=heads * size // D,
+        num_key_value_heads=groups * size // D,
+        head_dim=c.get("head_dim") or D // heads,
+        rms_norm_eps=c.get("rms_norm_eps") or 1e-6,
+        max_position_embeddings=named.max_position_embeddings,
+        rope_parameters=rope,
+        vocab_size=target.vocab_size,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def spans(tokens: TokenBatch) -> list[tuple[int, int, int]]:
@@ -97,7 +143,8 @@ def supervised_rows(tokens: TokenBatch, slots: int) -> RowIndex:
     """The supervised (row, slot) pairs of drafters that start from the target's states at token t = n - 1.
 
     Row t counts at slot k iff tokens t + 1 and t + 2 + k lie in one span. Slot after slot; within a slot in
-    the order of the tokens.
+    the order of the tokens; the rows of a slot are rows of the one before. Span {3, 4, 5} of 8 tokens: slot 0
+    rows 2, 3; slot 1 row 2; slot 2 none.
     """
     found = spans(tokens)
     rows, numbers = [], []
@@ -115,3 +162,17 @@ def share_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     assert target.shape == source.shape, f"{tuple(target.shape)} from {tuple(source.shape)}"
     with torch.no_grad():
         target.copy_(source)
+
+
+def own_head(target: Target, kept_ids: torch.Tensor, family: str) -> torch.Tensor:
+    """The target's head rows at the kept ids, float32 [W, D], for a family that drafts through them.
+
+    Raises ValueError for a target that does more than that product to make its logits.
+    """
+    probe = torch.tensor([-100.0, 1.0])
+    if target.head.bias is not None or not torch.equal(target.adjust(probe), probe):
+        raise ValueError(
+            f"drafter.family={family}: the target scales, caps or shifts its logits, which a drafter "
+            "behind its head does not know"
+        )
+    return target.head.weight[kept_ids.to(target.device)].float()

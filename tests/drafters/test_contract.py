@@ -237,7 +237,8 @@ class Forced:
 def observed(batch, request, first, last):
     """Rows first .. last - 1 of a batch of one document."""
     rows, ids = slice(first, last), batch.tokens.ids
-    return Observation(request, first, ids[first + 1 : last + 1], batch.taps[rows], batch.final[rows])
+    next_ids, states = ids[first + 1 : last + 1], (batch.taps[rows], batch.final[rows])
+    return Observation(request, first, next_ids, *states, first_id=int(ids[first]))
 
 
 def batch_of(drafter, ids):

@@ -197,3 +197,27 @@ def test_a_frozen_head_stays_the_targets_rows_and_the_rest_learns(llama):
 def test_an_unknown_way_of_the_head_is_refused():
     with pytest.raises(ValueError, match="drafter.head='thawed': expected trained or frozen"):
         Config(head="thawed")
+
+
+def test_a_drafter_of_half_the_width_has_half_of_everything_and_an_embedding_of_its_own(llama):
+    drafter = build(Config(width=16), llama, KEPT)
+    shapes = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+    taps = len(drafter.taps)
+    assert shapes["fc.weight"] == (16, 32 * taps) and shapes["embed_tokens.weight"] == (V, 16)
+    assert shapes["midlayer.self_attn.q_proj.weight"] == (2 * 8, 32)
+    assert shapes["midlayer.self_attn.k_proj.weight"] == (1 * 8, 32)
+    assert shapes["midlayer.mlp.up_proj.weight"] == (32, 16) and shapes["lm_head.weight"] == (len(KEPT), 16)
+
+
+def test_a_width_that_splits_heads_is_refused(llama):
+    with pytest.raises(ValueError, match="drafter.width=24: expected 0 or a multiple of 16"):
+        build(Config(width=24), llama, KEPT)
+
+
+def test_rotary_frequencies_stay_float32_in_a_bfloat16_drafter(llama):
+    drafter = build(Config(), llama, KEPT)
+    positions = torch.arange(512)
+    cos, _ = drafter.rotary(positions, drafter.fc.weight)
+    drafter.to(torch.bfloat16)
+    rounded, _ = drafter.rotary(positions, drafter.fc.weight)
+    torch.testing.assert_close(rounded, cos.to(torch.bfloat16), atol=0, rtol=0)

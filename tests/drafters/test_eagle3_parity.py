@@ -1,80 +1,27 @@
 """EAGLE-3: the logits that are trained are those of the decode loop."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
 from spectrain.capture import capture_batch
-from spectrain.proposal import Observation, Plan
 from spectrain.testing import make_sample
+from spectrain.testing_chains import assert_slots, drafted, observed, text, trained_logits
 
 V = 260
-KEPT = torch.arange(0, V, 3)  # a reduced draft vocabulary
-
-
-def text(length, seed):
-    return torch.randint(0, V, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@dataclass
-class Forced:
-    """A sampler that drafts what it is told, request after request and slot after slot, and keeps the
-    logits."""
-
-    tokens: list[list[int]]
-    logits: list[torch.Tensor] = field(default_factory=list)
-    greedy: bool = False
-    penalised: bool = False
-
-    def draft_law(self, logits):
-        self.logits.append(logits)
-        return torch.softmax(logits, -1)
-
-    def draw(self, law, *, requests, root_positions, slots):
-        return [self.tokens[request][slots[0]] for request in requests]
-
-
-def drafted(drafting, requests, tokens):
-    """Logits over the kept ids, [slots, requests, W], of a chain whose draft tokens are `tokens` (by
-    request)."""
-    sampler = Forced(tokens)
-    plan = Plan(shape="chain", length=len(next(iter(tokens.values()))))
-    proposals = drafting.propose(requests, plan, sampler)
-    assert [p.tokens.tolist() for p in proposals] == [tokens[r] for r in requests]
-    by_slot = torch.cat(sampler.logits).unflatten(0, (plan.length, len(requests)))
-    outside = torch.ones(V, dtype=torch.bool)
-    outside[drafting.kept_ids] = False
-    assert (by_slot[..., outside] == -torch.inf).all()
-    return by_slot[..., drafting.kept_ids]
-
-
-def observed(batch, request, first, last):
-    """Rows first .. last - 1 of the batch, of a document that begins at its token 0."""
-    rows = slice(first, last)
-    return Observation(
-        request, first, batch.tokens.ids[first + 1 : last + 1], batch.taps[rows], batch.final[rows]
-    )
-
-
-def trained_logits(drafter, batch):
-    """(row, slot) -> logits of the unrolled training forward."""
-    rows = drafter.rows(batch)
-    logits = rows.state @ drafter.head_weight().T
-    keys = zip(rows.index.row.tolist(), rows.index.slot.tolist(), strict=True)
-    return dict(zip(keys, logits.detach(), strict=True))
-
-
-def assert_slots(logits, trained, row, slots):
-    for k in range(slots):
-        torch.testing.assert_close(logits[k], trained[row, k], atol=1e-5, rtol=0)
 
 
 @pytest.mark.case("O-T02")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kept": torch.arange(V)}, {"fc_norm": True}],
-    ids=["reduced vocabulary", "whole vocabulary", "fc_norm"],
+    [
+        {},
+        {"kept": torch.arange(V)},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"norm_before_residual": True},
+        {"width": 64},
+    ],
+    ids=["reduced vocabulary", "whole vocabulary", "fc_norm", "norm_output", "norm_before_residual", "wider"],
 )
 def test_training_logits_equal_those_of_the_decode_loop_in_each_round(drafter_of, target, settings):
     """Round 1 from root x_6; two of its draft tokens are taken, the others rejected; round 2 from root x_9;

@@ -57,6 +57,7 @@ def dense(p, terms, z, head):
         "tv": 1 - alpha,
         "lk_alpha": -alpha.log(),
         "lk_lambda": share * kl + (1 - share) * (1 - alpha),
+        "topk": -(log_p.exp() * log_q).gather(1, log_p.topk(10).indices).sum(-1),
     }
     loss = sum(p.weights[term] * value[term] for term in terms)
     return loss, alpha.detach(), log_q.argmax(-1) == p.top1[p.source]
@@ -210,7 +211,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
 
 @pytest.mark.case("O-S05")
 @pytest.mark.parametrize(
-    "term", ["ce", "kl", "reverse_kl", "tv", "lk_alpha"]
+    "term", ["ce", "kl", "reverse_kl", "tv", "lk_alpha", "topk"]
 )  # lk_lambda's w has no gradient
 def test_the_gradient_equals_finite_differences_in_float64(term):
     p = problem(9, kept=11, slots=3, targets=4)

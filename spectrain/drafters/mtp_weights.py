@@ -1,0 +1,146 @@
+"""MTP weights in a target's own files: their names by kind of target, and how they are read.
+
+Our names are blocks.K.{enorm, hnorm, eh_proj, norm, layer.*}. Columns of eh_proj are embedding first, but for
+MiMo. Experts lie one by one in checkpoints and stacked in transformers' layers. Norms are taken as they are:
+where a kind writes w for 1 + w, its norm class adds the one.
+Knows no training. Source: the checkpoints as vLLM, SGLang and transformers 5.24 load them.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.utils import cached_file
+
+STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True)
+class Names:
+    """How one kind of target names its blocks. prefix: of block K, with {n} for its number among all layers
+    and {k} for K; parts: our part to theirs, each behind the prefix."""
+
+    order: str
+    prefix: str
+    parts: dict[str, str]
+    first_layer: int
+
+    def name(self, ours: str) -> str:
+        """blocks.0.enorm.weight of a DeepSeek-V3 is model.layers.61.enorm.weight."""
+        _, k, part, rest = ours.split(".", 3)
+        prefix = self.prefix.format(n=self.first_layer + int(k), k=int(k))
+        return f"{prefix}{self.parts[part]}{rest}"
+
+
+KINDS = {
+    ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"): (
+        "embedding_first",
+        "model.layers.{n}.",
+        {
+            "enorm": "enorm.",
+            "hnorm": "hnorm.",
+            "eh_proj": "eh_proj.",
+            "norm": "shared_head.norm.",
+            "layer": "",
+        },
+    ),
+    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"): (
+        "embedding_first",
+        "mtp.",
+        {
+            "enorm": "pre_fc_norm_embedding.",
+            "hnorm": "pre_fc_norm_hidden.",
+            "eh_proj": "fc.",
+            "norm": "norm.",
+            "layer": "layers.0.",
+        },
+    ),
+    ("mimo",): (
+        "hidden_first",
+        "model.mtp_layers.{k}.",
+        {
+            "enorm": "token_layernorm.",
+            "hnorm": "hidden_layernorm.",
+            "eh_proj": "input_proj.",
+            "norm": "final_layernorm.",
+            "layer": "",
+        },
+    ),
+}
+
+
+def names_of(config: Any, blocks: int) -> Names | None:
+    """The names of a target's kind by its config, or None for a kind without so many blocks."""
+    for types, (order, prefix, parts) in KINDS.items():
+        if config.model_type in types and (blocks == 1 or "{" in prefix):
+            return Names(order, prefix, parts, config.num_hidden_layers)
+    return None
+
+
+@torch.no_grad()
+def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
+    """Copy the target's own MTP weights into `blocks`.
+
+    Raises ValueError where its kind has none, they are in another order, or a tensor is missing or misshapen.
+    """
+    names = names_of(target.config, len(blocks))
+    if names is None:
+        known = ", ".join(kind for kinds in KINDS for kind in kinds)
+        raise ValueError(
+            f"drafter.weights=target: a target of model_type {target.config.model_type!r} has none for "
+            f"{len(blocks)} blocks; expected one of {known}"
+        )
+    if names.order != order:
+        raise ValueError(f"drafter.order={order}: the target's own weights are {names.order}")
+    read = _reader(target.path)
+    for ours, tensor in nn.ModuleDict({"blocks": blocks}).state_dict().items():
+        found = _tensor(read, names.name(ours))
+        if found.shape != tensor.shape:
+            raise ValueError(
+                f"{target.path}: tensor {names.name(ours)} has shape {list(found.shape)}: expected "
+                f"{list(tensor.shape)}"
+            )
+        tensor.copy_(found)
+
+
+def _tensor(read: Callable[[str], torch.Tensor | None], name: str) -> torch.Tensor:
+    """A tensor by its name; stacked experts from those of each."""
+    found, stacked = read(name), STACKED.match(name)
+    if found is None and stacked:
+        parts = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
+        experts = []
+        while read(f"{stacked[1]}.{len(experts)}.{parts[0]}.weight") is not None:
+            rows = [_tensor(read, f"{stacked[1]}.{len(experts)}.{part}.weight") for part in parts]
+            experts.append(torch.cat(rows))
+        found = torch.stack(experts) if experts else None
+    if found is None:
+        raise ValueError(f"drafter.weights=target: tensor {name} is not in the target's files")
+    return found
+
+
+def _reader(path: str) -> Callable[[str], torch.Tensor | None]:
+    """Reads a tensor of a model folder or hub id by name; None where there is no such tensor."""
+    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    single = index or cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is None:
+        raise ValueError(f"drafter.weights=target: {path}: no model.safetensors there")
+    if index is None:
+        with safe_open(single, framework="pt") as file:
+            files = dict.fromkeys(file.keys(), single)
+    else:
+        files = json.loads(Path(index).read_text())["weight_map"]
+
+    def read(name: str) -> torch.Tensor | None:
+        if name not in files:
+            return None
+        where = single if index is None else cached_file(path, files[name])
+        with safe_open(where, framework="pt") as file:
+            return file.get_tensor(name)
+
+    return read
