@@ -155,7 +155,7 @@ def test_null_is_refused_wherever_it_stands(folder):
         Replay(folder)
 
 
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "norm_output"])
+@pytest.mark.parametrize("flag", ["norm_before_fc", "attention_bias", "mlp_bias"])
 def test_another_graph_is_refused(folder, flag):
     change_config(folder, **{flag: True})
     with pytest.raises(ValueError, match=f"{flag}=True: expected False"):
