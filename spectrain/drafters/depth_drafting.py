@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from spectrain.cache import KVCache
 from spectrain.drafters.autoregressive import grow
@@ -27,7 +28,7 @@ class DepthDrafter(Protocol):
 
     kept_ids: torch.Tensor
     vocab_size: int
-    blocks: Sequence
+    blocks: nn.ModuleList
 
     def entry(self, taps_NLD: torch.Tensor, final_ND: torch.Tensor) -> torch.Tensor:
         """The state [N, D] that block 0 reads."""

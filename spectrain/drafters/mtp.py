@@ -16,7 +16,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2; FastMTP (arXiv 2509.18362)
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -111,10 +111,8 @@ class Mtp(nn.Module):
         self.blocks = nn.ModuleList(Block(config, target) for _ in range(config.blocks))
         self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
         self.register_buffer("head", own_head(target, kept_ids, config.family), persistent=False)
-        self._own = (
-            target.embedding,
-            target.decoder.rotary_emb,
-        )  # in a tuple, so that they are no submodules
+        # in a tuple, so that they are no submodules
+        self._own: tuple[Any, Any] = (target.embedding, target.decoder.rotary_emb)
         self._names = names_of(target.config, config.blocks)
 
     def head_weight(self) -> torch.Tensor:
@@ -132,12 +130,12 @@ class Mtp(nn.Module):
             states = self._by_depth(tokens, index, state)
         else:
             states = unrolled(tokens, index, state, self._step)
-        ready = [self.blocks[k % len(self.blocks)].ready(state) for k, state in enumerate(states)]
+        ready = [self.block(k).ready(state) for k, state in enumerate(states)]
         return Rows(index, torch.cat(ready))
 
     def _step(self, k, state_ND, ids_N, positions_N, layout) -> torch.Tensor:
         angle = self.angle(positions_N[None])
-        return self.run(k % len(self.blocks), state_ND, ids_N, angle, positions_N, layout)
+        return self.run(k, state_ND, ids_N, angle, positions_N, layout)
 
     def _by_depth(self, tokens: TokenBatch, index: RowIndex, state_TD: torch.Tensor) -> list[torch.Tensor]:
         """Each block on every row; the last k rows of a document have no token of their own at step k, and no
@@ -149,6 +147,10 @@ class Mtp(nn.Module):
             found.append(state_TD[index.row[index.slot == k]])
         return found
 
+    def block(self, k: int) -> Block:
+        """The block of step k."""
+        return cast(Block, self.blocks[k % len(self.blocks)])
+
     def embed(self, ids_N: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of tokens (its scale included), in the drafter's dtype."""
         return self._own[0](ids_N).to(self.head.dtype)
@@ -158,13 +160,14 @@ class Mtp(nn.Module):
         return self._own[1](self.head, positions_1N)
 
     def run(self, k: int, state_ND, ids_N, angle, positions_N, layout: Layout) -> torch.Tensor:
-        """Block k on N rows."""
-        return self.blocks[k](state_ND, self.embed(ids_N), angle, positions_N, layout)
+        """Step k's block on N rows."""
+        return self.block(k)(state_ND, self.embed(ids_N), angle, positions_N, layout)
 
     def start(self, num_requests: int, capacity: int) -> FeatureDrafting | DepthDrafting:
         """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
-        kind = FeatureDrafting if len(self.blocks) == 1 else DepthDrafting
-        return kind(self, num_requests, capacity)
+        if len(self.blocks) == 1:
+            return FeatureDrafting(self, num_requests, capacity)
+        return DepthDrafting(self, num_requests, capacity)
 
     def entry(self, taps_NLD: torch.Tensor, final_ND: torch.Tensor) -> torch.Tensor:
         return final_ND.to(self.head.dtype)
@@ -183,11 +186,11 @@ class Mtp(nn.Module):
         return self.stepping(0, capacity)
 
     def logits(self, state_ND: torch.Tensor, k: int = 0) -> torch.Tensor:
-        return F.linear(self.blocks[k].ready(state_ND), self.head)
+        return F.linear(self.block(k).ready(state_ND), self.head)
 
     def weights_read(self) -> tuple[int, int]:
         """One block, all of its experts, and the head at each step."""
-        return sum(p.numel() for p in self.blocks[0].parameters()) + self.head.numel(), 0
+        return sum(p.numel() for p in self.block(0).parameters()) + self.head.numel(), 0
 
     def export_names(self, engine: str) -> dict[str, str]:
         """Our tensor names to those in the target's checkpoint, where engines look for MTP weights.
@@ -203,7 +206,7 @@ class Mtp(nn.Module):
         return {**target.config.to_dict(), "num_nextn_predict_layers": len(self.blocks)}
 
 
-def plain_layer(target: Target) -> tuple[nn.Module, int]:
+def plain_layer(target: Target) -> tuple[Any, int]:
     """The target's last layer of full attention, and its number.
 
     Raises ValueError for a target without one, or whose layers take no rotary embedding.

@@ -114,7 +114,7 @@ def _tensor(read: Callable[[str], torch.Tensor | None], name: str) -> torch.Tens
     found, stacked = read(name), STACKED.match(name)
     if found is None and stacked:
         parts = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
-        experts = []
+        experts: list[torch.Tensor] = []
         while read(f"{stacked[1]}.{len(experts)}.{parts[0]}.weight") is not None:
             rows = [_tensor(read, f"{stacked[1]}.{len(experts)}.{part}.weight") for part in parts]
             experts.append(torch.cat(rows))
