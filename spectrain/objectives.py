@@ -70,13 +70,13 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, drafter, target: Target):
         for term in config.terms:
             choose("objective.terms", term, TERMS)
-        head = drafter.head_weight()
-        trained = not isinstance(head, torch.Tensor) or head.requires_grad
-        if "smooth_l1" in config.terms and trained:
-            raise ValueError(
-                f"objective.terms.smooth_l1: family {drafter.config.family} trains its head; the term "
-                "compares states, which only says something under the target's own head"
-            )
+        if "smooth_l1" in config.terms:
+            head = drafter.head_weight()
+            if not isinstance(head, torch.Tensor) or head.requires_grad:
+                raise ValueError(
+                    f"objective.terms.smooth_l1: family {drafter.config.family} trains its head; the term "
+                    "compares states, which only says something under the target's own head"
+                )
         self.config = config
         kept = drafter.kept_ids
         self.kept_ids = kept

@@ -273,8 +273,8 @@ def test_training_logits_equal_those_of_the_decode_loop(family):
         assert proposal.tokens.tolist() == forced.tokens[0] and len(forced.logits) == length
         for k in range(min(length, right + 1)):
             found = forced.logits[k][0]
-            torch.testing.assert_close(found[KEPT], trained[root - 1, k], atol=1e-5, rtol=0)
-            assert (found > -torch.inf).sum() == len(KEPT)
+            torch.testing.assert_close(found[drafter.kept_ids], trained[root - 1, k], atol=1e-5, rtol=0)
+            assert (found > -torch.inf).sum() == len(drafter.kept_ids)
 
 
 def assert_same_proposals(ours, theirs):
@@ -388,7 +388,7 @@ def test_a_conversation_learnt_by_heart_is_drafted(family, tmp_path):
     assert list(found[0].ids) == reply
     drafted = sum(r.drafted for r in found[0].rounds)
     accepted = sum(r.accepted for r in found[0].rounds)
-    assert drafted >= length // 2
+    assert drafted >= length // 2 - 1  # one a round at least; the prompt's own call gives the first token
     assert accepted >= 0.95 * drafted
 
 
