@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from spectrain.checkpoint import load_drafter
-from spectrain.config import DecodeRunConfig, TargetConfig
+from spectrain.config import TargetConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.costs import measure_costs
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.eval.records import Text, counters

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from spectrain.checkpoint import load_drafter
-from spectrain.config import DecodeRunConfig, EvalConfig, TargetConfig
+from spectrain.config import EvalConfig, TargetConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import Question, greedy_certificate, sampling_certificate
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.target import load_target

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from spectrain.checkpoint import load_drafter
-from spectrain.config import DecodeRunConfig, TargetConfig
+from spectrain.config import TargetConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.eval.records import counters
 from spectrain.eval.run import decode_in_turns

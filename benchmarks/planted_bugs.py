@@ -23,9 +23,9 @@ import torch
 from spectrain import recurrent
 from spectrain.artifacts import write_bytes
 from spectrain.cache import CacheLayout, KVCache
-from spectrain.config import DecodeRunConfig
 from spectrain.decode import engine
 from spectrain.decode.sampling import BONUS, COIN, RESIDUAL, Streams, law
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import LEVEL, examine
 from spectrain.eval.speed import EngineArm
 from spectrain.proposal import Drafter, Proposal

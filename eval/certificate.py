@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 
-from spectrain.config import DecodeRunConfig, EvalConfig
+from spectrain.config import EvalConfig
 from spectrain.decode.generation import Generation
 from spectrain.decode.penalties import Penalties, along_text
 from spectrain.decode.sampling import Sampling
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.pit import acceptance, serial_correlation, transform, uniformity
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.records import Text

@@ -27,8 +27,9 @@ import torch
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
 from spectrain.checkpoint import weightless_drafter
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
+from spectrain.config import EvalConfig, RunConfig
 from spectrain.decode.generation import Generation
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import Question, certify
 from spectrain.eval.costs import measure_costs
 from spectrain.eval.limit import DraftShape, target_shape

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from spectrain.config import DecodeRunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.proposal import Budget, Drafter, Plan
 from spectrain.target import Target
 

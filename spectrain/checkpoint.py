@@ -25,8 +25,9 @@ from torch import nn
 
 from spectrain import __version__
 from spectrain.artifacts import MANIFEST, hash_file, read_json, read_tensors, write_json, write_tensors
+from spectrain.checks import choose
 from spectrain.compose import families
-from spectrain.config import RunConfig, choose
+from spectrain.config import RunConfig
 from spectrain.optim import Optimizers, load_optimizer, optimizer_tensors, trainable
 from spectrain.target import Target
 

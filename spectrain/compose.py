@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from spectrain.config import RunConfig, choose
+from spectrain.checks import choose
+from spectrain.config import RunConfig
 
 
 def recipe_names() -> list[str]:

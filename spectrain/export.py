@@ -22,7 +22,8 @@ import torch
 
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
 from spectrain.checkpoint import best, check_target
-from spectrain.config import RunConfig, choose
+from spectrain.checks import choose
+from spectrain.config import RunConfig
 from spectrain.drafters.vocab import vocabulary_maps
 from spectrain.proposal import Observation, Plan
 from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq

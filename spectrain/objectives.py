@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from spectrain.config import ObjectiveConfig, choose
+from spectrain.checks import choose
+from spectrain.config import ObjectiveConfig
 from spectrain.features import FeatureBatch
 from spectrain.kernels.linear_divergence import TERMS as DIVERGENCES
 from spectrain.kernels.linear_divergence import Teacher, linear_divergence

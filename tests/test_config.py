@@ -3,7 +3,8 @@
 import pytest
 
 from spectrain.compose import compose, convert, families, recipe_names
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig
+from spectrain.config import EvalConfig, RunConfig, TrainConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.laws import Leniency
 
 

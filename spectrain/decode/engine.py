@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from spectrain.config import at_least, choose
+from spectrain.checks import at_least, choose
 from spectrain.decode.generation import Event, Generation, Round, Timing
 from spectrain.decode.penalties import History
 from spectrain.decode.plan import check_plan, clamp, depths

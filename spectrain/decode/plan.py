@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spectrain.config import above_zero, at_least, choose
+from spectrain.checks import above_zero, at_least, choose
 from spectrain.laws import check_law
 from spectrain.proposal import Plan, Proposal
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from spectrain.config import above_zero, at_least, within
+from spectrain.checks import above_zero, at_least, within
 from spectrain.decode.penalties import History, Penalties
 from spectrain.kernels.likeliest import in_cache
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spectrain.config import at_least, choose
+from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import ResBlocks, share_tensor, supervised_rows

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from spectrain.cache import CacheLayout
-from spectrain.config import choose
+from spectrain.checks import choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.depth_drafting import DepthDrafting
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting

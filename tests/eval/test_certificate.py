@@ -6,9 +6,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from spectrain.config import DecodeRunConfig, EvalConfig
+from spectrain.config import EvalConfig
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import certificate
 from spectrain.eval.certificate import Difference, Question, bf16_step, certify, examine, first_difference
 from spectrain.eval.records import Text

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from spectrain.artifacts import read_json
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig
+from spectrain.config import EvalConfig, RunConfig
 from spectrain.decode.generation import Timing
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.costs import costs_of, measure_costs
 from spectrain.eval.speed import EngineArm

@@ -3,7 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, WandbConfig
+from spectrain.config import EvalConfig, RunConfig, WandbConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.records import read_texts
 from spectrain.eval.run import evaluate
 

@@ -12,7 +12,8 @@ import yaml
 
 from spectrain import provenance
 from spectrain.artifacts import write_json
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, TrainConfig, WandbConfig
+from spectrain.config import EvalConfig, RunConfig, TrainConfig, WandbConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.certificate import CertificateFailed
 from spectrain.eval.records import read_texts

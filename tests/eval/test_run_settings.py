@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.config import DecodeRunConfig, EvalConfig, RunConfig, WandbConfig
+from spectrain.config import EvalConfig, RunConfig, WandbConfig
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.records import read_texts
 from spectrain.eval.report import build_report

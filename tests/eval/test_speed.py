@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spectrain.config import DecodeRunConfig
 from spectrain.decode.generation import Generation, Round, Timing
+from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.records import counters
 from spectrain.eval.run import decode_in_turns
