@@ -96,11 +96,11 @@ def _compare_one(target: Target, samples: Sequence[Sample], store: FeatureStore)
     if sample is None:
         return
     there, here = store.batch([sample.id]).final.float(), capture_batch(target, [sample], store.tap_ids).final
-    off = ((there - here.float().cpu()).abs().max() / there.abs().max()).item()
+    off = ((there - here.float().cpu()).norm() / there.norm()).item()
     if not off <= STATES_BOUND[target.dtype]:
         raise ValueError(
             f"{store.folder}: stored states of sample {sample.id} differ from the target's by {off:.3g} of "
-            f"the largest (bound {STATES_BOUND[target.dtype]:.3g}): capture again"
+            f"their norm (bound {STATES_BOUND[target.dtype]:.3g}): capture again"
         )
 
 
