@@ -26,7 +26,13 @@ from spectrain.train import train
 
 V = 96
 KEPT = torch.arange(0, V, 3)  # a reduced draft vocabulary
-SMALL = {"eagle3": {"unroll": 3}, "medusa": {"heads": 3}, "hydra": {"heads": 3}}  # else the family's defaults
+# Settings other than the family's defaults: small ones; EAGLE-1 so that it drafts more than a token.
+SMALL = {
+    "eagle1": {"unroll": 3},
+    "eagle3": {"unroll": 3},
+    "medusa": {"heads": 3},
+    "hydra": {"heads": 3},
+}
 
 
 def config_of(family):
