@@ -28,8 +28,9 @@ import torch
 from spectrain.capture import capture_batch, reject_bad
 from spectrain.config import CorpusConfig, TargetConfig
 from spectrain.data.chat import Chat
-from spectrain.data.corpus import Corpus, corpus_path
 from spectrain.data.packing import Sample, pack, plan_rows
+from spectrain.data.rendering import conversations
+from spectrain.data.sources import open_sources
 from spectrain.drafters.eagle3 import default_taps
 from spectrain.features import shard_path, write_shard
 from spectrain.target import ATTENTION, Target, load_target, packed_layout
@@ -46,8 +47,8 @@ def packed_rows(target: Target, row_tokens: int, count: int) -> list[list[Sample
         stop_ids=target.stop_ids(),
     )
     enough = count * row_tokens // 40  # no conversation is shorter
-    conversations = islice(Corpus(corpus_path(settings.path)), enough)
-    samples = [sample for conversation in conversations for sample in chat.samples(conversation)[0]]
+    found = islice(conversations(open_sources(settings.path)), enough)
+    samples = [sample for conversation in found for sample in chat.samples(conversation)[0]]
     plan = plan_rows([len(sample.ids) for sample in samples], range(len(samples)), row_tokens)
     return [[samples[i] for i in row] for row in plan[:count]]
 
