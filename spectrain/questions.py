@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.corpus import BadRow, parse
+from spectrain.data.corpus import BadRow, TokenRow, parse
 from spectrain.eval.prompts import load_prompts
 
 QUICKSTART = Path(__file__).parent / "data" / "quickstart_prompts.jsonl"
@@ -147,6 +147,8 @@ def _parse(line: str, path: Path, number: int) -> Question:
             row[key], open_ended = [*turns, {"role": "assistant", "content": ""}], True
         row.pop("finish_reason", None)
         found = parse(json.dumps(row).encode(), source=path.name, line=number)
+        if isinstance(found, TokenRow):
+            raise BadRow("tokens", "expected a conversation")
     except BadRow as error:
         raise ValueError(f"{path}:{number}: {error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
