@@ -6,7 +6,7 @@ For float32 and bfloat16, batch 1 and 8: tokens per second of plain decoding by 
 dynamic and with a static cache, the arms in turns on the same prompts, prefill included on all sides, greedy,
 the length fixed by ignoring stop tokens; the best of the turns of each batch counts, since the machine's
 other work only slows. Then eta of a chain of 5, paired with plain decoding prompt by prompt, and eta_model
-from the measured tau, c and r. Prints one JSON line per setting; exit code 1 where ours is below --least of
+from the measured tau, c and r; a batch of 8 is kept full from a queue of 32 prompts. Prints one JSON line per setting; exit code 1 where ours is below --least of
 the faster `generate`, or eta below 0.9 of eta_model.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from spectrain.decode.sampling import Sampling
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.eval.records import counters
-from spectrain.eval.run import decode_in_turns
+from spectrain.eval.run import QUEUED, decode_in_turns
 from spectrain.eval.speed import Arms, EngineArm
 from spectrain.metrics import estimate
 from spectrain.target import Target, load_target
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--run", default="runs/quickstart", help="run folder with checkpoints")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--prompts", default="quickstart", help="JSONL file, or quickstart")
-    parser.add_argument("--prompts-count", type=int, default=16)
+    parser.add_argument("--prompts-count", type=int, default=16, help="at batch 1")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--least", type=float, default=1.0)
@@ -122,10 +123,11 @@ def main() -> int:
     for dtype in ("float32", "bfloat16"):
         target = load_target(TargetConfig(path=args.target, dtype=dtype))
         drafter = load_drafter(Path(args.run), target).to(target.dtype)
-        prompts = load_prompts(args.prompts, limit=args.prompts_count)
-        single = [type(p)(p.id, p.category, p.turns[:1]) for p in prompts]
-        ids = [render(target.tokenizer, [{"role": "user", "content": p.turns[0]}], {}) for p in single]
         for batch in (1, 8):
+            count = args.prompts_count if batch == 1 else QUEUED * batch
+            prompts = load_prompts(args.prompts, limit=count)
+            single = [replace(p, turns=p.turns[:1]) for p in prompts]
+            ids = [render(target.tokenizer, [{"role": "user", "content": p.turns[0]}], {}) for p in single]
             speeds = plain(target, ids, batch, args.tokens, args.turns)
             share = speeds["ours"] / max(speeds["dynamic"], speeds["static"])
             numbers = speculative(target, drafter, single, batch, args.tokens)
