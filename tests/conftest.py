@@ -1,4 +1,7 @@
-"""For every test: fixed seeds, no network, NaN in memory that nobody wrote, field cases in the JUnit file."""
+"""For every test: fixed seeds, no network, NaN in memory that nobody wrote, field cases in the JUnit file.
+
+Without a GPU, Triton's kernels run in its interpreter; that is decided when Triton is first imported.
+"""
 
 import os
 import random
@@ -15,6 +18,9 @@ os.environ.update(
 import numpy
 import pytest
 import torch
+
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns where it is not set
 
 
 def pytest_collection_modifyitems(items):
