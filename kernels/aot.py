@@ -1,8 +1,8 @@
 """Every Triton kernel compiled ahead of time, without a GPU: registers, spills and shared memory per target.
 
-A file of Triton kernels is called kernels/<op>_triton.py and lists, in a function `launches()`, each kernel in
-each configuration it may be launched with; this file finds them by name. Compiling is impossible in a process
-whose kernels are interpreted (TRITON_INTERPRET=1), so the tests start this file as a process of its own:
+A file of Triton kernels is called kernels/<op>_triton.py and lists, in a function `launches()`, each kernel
+in each configuration it may be launched with; this file finds them by name. Compiling is impossible in a
+process whose kernels are interpreted (TRITON_INTERPRET=1), so the tests start this file as a process:
 
     python -m spectrain.kernels.aot            the table of docs/kernels.md
     python -m spectrain.kernels.aot --json     one JSON object per kernel, configuration and target
@@ -132,8 +132,8 @@ def table(compiled: list[Compiled]) -> str:
         "",
         "Written by `python -m spectrain.kernels.aot > docs/kernels.md`; nothing here was run on a GPU. "
         f"Triton {triton.__version__}.",
-        "Each cell: registers per thread / spilled (bytes; on gfx942 vector registers) / KiB of shared memory;",
-        "a dash where shared memory does not suffice, which autotuning passes over.",
+        "Each cell: registers per thread / spilled (bytes; gfx942: vector registers) / KiB of shared memory,",
+        "or a dash where shared memory does not suffice, which autotuning passes over.",
         "",
         f"| kernel | launch | warps | stages | {' | '.join(TARGETS)} |",
         "| --- | --- | ---: | ---: |" + " ---: |" * len(TARGETS),

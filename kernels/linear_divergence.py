@@ -3,6 +3,7 @@
     x_r = W z_r                       drafter logits over the W kept ids,  q = softmax(x)
     p   = exp(W_target s + b - lse)   the target's law over its whole vocabulary, at the kept ids; P = sum p
     kl  = sum p/P (log p/P - log q)   reverse_kl = sum q (log q - log p/P)   ce = -log q(label)
+    jsd = sum (q log q/m + p/P log (p/P)/m) / 2,  m = (q + p/P) / 2
     alpha = sum min(p, q)             tv = 1 - alpha      lk_alpha = -log alpha
     lk_lambda = w kl + (1 - w) tv,    w = exp(-decay * alpha), w without gradient
     topk = -sum p log q over the TOP likeliest kept ids of p
@@ -14,7 +15,8 @@ be done on the narrow sides of the products is done there:
 with c = sum_v (p_v / P) W_v, one row per target row,
     sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
 so that kl alone needs no pass over rows x vocabulary besides softmax and alpha; topk is done in the same way.
-All is done in the forward.
+All is done in the forward. On a GPU `linear_divergence_triton.py` does the same with one kernel between the
+products.
 Sums have the dtype of z, float32 in training. Knows no family.
 Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881; topk: HASS, Zhang et al.
 2024, section 3.1, with its 10 ids.
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "topk")
+TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "topk")
 TOP = 10
 SMALLEST_ALPHA = 1e-8  # keeps 1 / alpha of lk_alpha finite
 SMALLEST = 1e-30  # of a probability under a logarithm
@@ -46,8 +48,12 @@ class Teacher:
 
     def logits(self, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
         """log p at the kept ids for target rows first .. last - 1, [n, W], written to `out`."""
-        out = torch.mm(self.state[first:last].to(out.dtype), self.head.t(), out=out)
-        out = out if self.bias is None else out.add_(self.bias)
+        torch.mm(self.state[first:last].to(out.dtype), self.head.t(), out=out)
+        return self.log_law(out, first, last)
+
+    def log_law(self, logits: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """log p from the head's products [n, W], in place."""
+        out = logits if self.bias is None else logits.add_(self.bias)
         out = out if self.adjust is None else self.adjust(out)
         return out.sub_(self.lse[first:last, None])
 
@@ -108,7 +114,16 @@ def linear_divergence(
     plan = plan_rows(source_R, slot_R, len(teacher.state), chunk)
     stats = {name: torch.empty_like(source_R, dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
     args = (plan, teacher, weights, label_R, top1_M, lambda_decay, stats)
-    return _LinearDivergence.apply(z_RD, args, *heads), stats
+    return form(z_RD.device).apply(z_RD, args, *heads), stats
+
+
+def form(device: torch.device) -> type[torch.autograd.Function]:
+    """What computes it on a device."""
+    if device.type == "cuda":
+        from spectrain.kernels.linear_divergence_triton import LinearDivergence
+
+        return LinearDivergence
+    return _LinearDivergence
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -233,7 +248,7 @@ class _Chunk:
         softmax_w = kl_w if ce_w is None else kl_w + ce_w
         if "topk" in self.weights:
             softmax_w = softmax_w + self.weights["topk"] * self.teacher.top_p.sum(-1)[self.local]
-        wide = tv_w is not None or "reverse_kl" in self.weights
+        wide = tv_w is not None or bool({"reverse_kl", "jsd"} & set(self.weights))
         if wide:
             loss = loss + self._wide(softmax_w, tv_w)
         dz = self.x @ self.head
@@ -290,11 +305,12 @@ class _Chunk:
         return kl_w, tv_w, loss
 
     def _wide(self, softmax_w: torch.Tensor, tv_w: torch.Tensor | None) -> torch.Tensor:
-        """x <- softmax_w q + tv_w d(1 - alpha)/dx + reverse_kl's gradient, row by row; returns reverse_kl's
-        loss [m].
+        """x <- softmax_w q + tv_w d(1 - alpha)/dx + the gradients of reverse_kl and jsd, row by row; returns
+        the loss of those two [m].
 
         d alpha / dx_v = q_v ([q_v < p_v] - sum_u q_u [q_u < p_u]);
-        d reverse_kl / dx_v = q_v (g_v - sum_u q_u g_u), g = log q - log p/P.
+        d reverse_kl / dx_v = q_v (g_v - sum_u q_u g_u), g = log q - log p/P;
+        d jsd / dx_v likewise with g = log(q/m) / 2.
         """
         loss = torch.zeros_like(self.lse)
         for start, stop in self.slots:
@@ -307,6 +323,16 @@ class _Chunk:
                 value = (q * g).sum(-1)
                 extra = (g - value[:, None]) * q * weight[:, None]
                 loss[start:stop] = weight * value
+            if "jsd" in self.weights:
+                weight = self.weights["jsd"][start:stop]
+                r = p / self.teacher.mass[self.local[start:stop], None]
+                log_m = ((q + r) / 2).clamp_(min=SMALLEST).log_()
+                g = (q.clamp(min=SMALLEST).log() - log_m) / 2
+                value = (q * g).sum(-1)
+                added = (g - value[:, None]) * q * weight[:, None]
+                extra = added if extra is None else extra + added
+                value += (r * (r.clamp(min=SMALLEST).log() - log_m)).sum(-1) / 2
+                loss[start:stop] += weight * value
             if tv_w is not None:
                 below = torch.lt(q, p).to(q.dtype).mul_(q)
                 scale = scale + tv_w[start:stop] * below.sum(-1)

@@ -9,7 +9,7 @@ At step k, the query of row i sees the step-0 keys 0 .. i of its document and it
 No S x S and no S x kS tensor exists: queries come in runs of consecutive rows, a run's keys split into those
 before it (all seen) and its own square (causal), and the parts are merged with the diagonal terms by their
 log-sum-exp. The backward of a part needs only the merged output and log-sum-exp, so it is exact. Accumulation
-is float32.
+is float32. On a GPU `ttt_attention_triton.py` does it in one pass per block of queries.
 Legend: H query heads, G key/value heads, N queries, S step-0 keys, K head dim, n later steps.
 """
 
@@ -49,17 +49,25 @@ def ttt_attention(
     runs: Sequence[Run],
     scale: float,
 ) -> torch.Tensor:
-    """Output [H, N, K] for N queries; own: steps 1 .. n, of which the last is the queries' own."""
+    """Output [H, N, K] for N queries; own: steps 1 .. n, of which the last is the queries' own. runs: in the
+    order of their rows."""
     assert sum(run.count for run in runs) == q_HNK.shape[1], "runs must cover the queries"
-    if q_HNK.device.type == "cpu":
-        places = [o.places for o in own]
-        tensors = [t for o in own for t in (o.keys, o.values)]
-        return _TTTAttention.apply(runs, scale, places, q_HNK, k_GSK, v_GSK, *tensors)
-    return reference(q_HNK, k_GSK, v_GSK, own, runs, scale)
+    places = [o.places for o in own]
+    tensors = [t for o in own for t in (o.keys, o.values)]
+    return form(q_HNK.device).apply(runs, scale, places, q_HNK, k_GSK, v_GSK, *tensors)
+
+
+def form(device: torch.device) -> type[torch.autograd.Function]:
+    """What computes it on a device."""
+    if device.type == "cuda":
+        from spectrain.kernels.ttt_attention_triton import TTTAttention
+
+        return TTTAttention
+    return _TTTAttention
 
 
 def reference(q_HNK, k_GSK, v_GSK, own, runs, scale):
-    """The same in plain torch with a dense mask per run; every device, any dtype."""
+    """The same in plain torch with a dense mask per run, for the tests."""
     group = q_HNK.shape[0] // k_GSK.shape[0]
     k, v = (t.repeat_interleave(group, 0) for t in (k_GSK, v_GSK))
     outs = []

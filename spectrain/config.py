@@ -104,7 +104,7 @@ class RegenerateConfig:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
-    """Weight of each loss: ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, topk, smooth_l1 (docs/math.md)."""
+    """Weights of losses: ce, kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, topk, smooth_l1 (docs/math.md)."""
     slot_decay: float = 0.8
     """Slot k weighs slot_decay ** k."""
     lambda_decay: float = 1.0

@@ -245,7 +245,7 @@ class _Loop:
                     continue
                 with torch.autocast(device.type, torch.bfloat16, enabled=half and device.type != "cpu"):
                     rows = self.drafter.rows(batch)
-                result = self.objective.loss(rows, batch, self.drafter.head_weight(), counts)
+                    result = self.objective.loss(rows, batch, self.drafter.head_weight(), counts)
                 result.loss.backward()
                 stats += torch.stack([result.stats[name].to(device) for name in STATS])
                 if not bool(result.loss.isfinite()):

@@ -183,11 +183,11 @@ def test_the_choice_must_be_kept_for_kl_the_label_for_ce_and_nothing_for_tv():
     drafter, target = stand_ins([0, 1, 2], 4)
     batch = features([0, 0, 3, 3, 1, 1], [b, a, b, a, b, b])
     index = index_of([[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]], 2)
-    terms = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
+    terms = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
     objective = Objective(ObjectiveConfig(terms=dict.fromkeys(terms, 1.0)), drafter, target)
     counts = dict(zip(terms, objective.count(index, batch).tolist(), strict=True))
     assert counts["ce"] == [2.0, 0.0]
-    assert counts["kl"] == counts["reverse_kl"] == [2.0, 1.0]
+    assert counts["kl"] == counts["reverse_kl"] == counts["jsd"] == [2.0, 1.0]
     assert counts["tv"] == counts["lk_alpha"] == counts["lk_lambda"] == [4.0, 1.0]
 
 
@@ -285,6 +285,6 @@ def test_an_unknown_term_is_refused_with_key_and_value():
     drafter, target = stand_ins([0], 2)
     with pytest.raises(
         ValueError,
-        match=r"objective.terms.*'mse'.*ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, topk, smooth_l1",
+        match=r"objective.terms.*'mse'.*ce, kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, topk, smooth_l1",
     ):
         Objective(ObjectiveConfig(terms={"mse": 1.0}), drafter, target)

@@ -1,5 +1,5 @@
 """Every divergence, its statistics and its gradients against a dense float64 reference written from the
-formulas."""
+formulas; torch's form, and Triton's on a GPU or, without one, in the interpreter."""
 
 import math
 from types import SimpleNamespace
@@ -7,24 +7,43 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.kernels.linear_divergence import TERMS, Teacher, linear_divergence
+from spectrain.kernels import linear_divergence as module
+from spectrain.kernels import linear_divergence_triton
+from spectrain.kernels.linear_divergence import TERMS, Teacher, form, linear_divergence
+from spectrain.kernels.linear_divergence_triton import LinearDivergence
 
 V, D, DT = 53, 12, 20  # the target's vocabulary, the drafter's and the target's width
 DECAY = 1.7
+ON_GPU = torch.cuda.is_available()
 
 
-def problem(rows, *, kept=23, targets=None, slots=7, seed=0):
+@pytest.fixture
+def triton(monkeypatch):
+    """Triton's form with blocks of 16 ids, on tensors of the GPU if there is one."""
+    monkeypatch.setattr(module, "form", lambda device: LinearDivergence)
+    monkeypatch.setattr(linear_divergence_triton, "BLOCK", 16)
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        yield
+
+
+@pytest.fixture(params=["torch", "triton"])
+def each_form(request):
+    if request.param == "triton":
+        request.getfixturevalue("triton")
+
+
+def problem(rows, *, vocab=V, kept=23, targets=None, slots=7, seed=0):
     """Random states, heads and rows in float64; several rows may share a (target row, slot)."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     targets = targets or max(1, rows // 11)
-    kept_ids = torch.randperm(V, generator=draw)[:kept].sort().values
-    full_head, target_state = normal(V, DT), normal(targets, DT)
+    kept_ids = torch.randperm(vocab, generator=draw)[:kept].sort().values
+    full_head, target_state = normal(vocab, DT), normal(targets, DT)
     logits = target_state @ full_head.T
-    position = torch.full((V,), -1)
+    position = torch.full((vocab,), -1)
     position[kept_ids] = torch.arange(kept)
     return SimpleNamespace(
         z=normal(rows, D),
@@ -50,10 +69,12 @@ def dense(p, terms, z, head):
     alpha = torch.minimum(log_p.exp(), q).sum(-1)
     kl = (log_r.exp() * (log_r - log_q)).sum(-1)
     share = torch.exp(-DECAY * alpha.detach())
+    log_m = torch.log((q + log_r.exp()) / 2)
     value = {
         "ce": -log_q.gather(1, p.label[:, None])[:, 0],
         "kl": kl,
         "reverse_kl": (q * (log_q - log_r)).sum(-1),
+        "jsd": (q * (log_q - log_m) + log_r.exp() * (log_r - log_m)).sum(-1) / 2,
         "tv": 1 - alpha,
         "lk_alpha": -alpha.log(),
         "lk_lambda": share * kl + (1 - share) * (1 - alpha),
@@ -83,15 +104,15 @@ def leaves(p, dtype):
     return p.z.to(dtype).requires_grad_(), p.head.to(dtype).requires_grad_()
 
 
-def assert_equal_to_dense(p, terms, *, chunk=64, bound=2e-5):
+def assert_equal_to_dense(p, terms, *, chunk=64, bound=2e-5, forward_bound=None):
     z, head = leaves(p, torch.float64)
     rows, alpha, agree = dense(p, terms, z, head)
     expected = torch.autograd.grad(rows.sum(), (z, head))
     z, head = leaves(p, torch.float32)
     loss, stats = fused(p, terms, z, head, chunk=chunk)
-    close(loss, rows.sum().detach(), bound)
-    close(stats["loss"], rows.detach(), bound)
-    close(stats["alpha"], alpha, bound)
+    close(loss, rows.sum().detach(), forward_bound or bound)
+    close(stats["loss"], rows.detach(), forward_bound or bound)
+    close(stats["alpha"], alpha, forward_bound or bound)
     assert stats["agree"].tolist() == agree.float().tolist()
     for ours, theirs in zip(torch.autograd.grad(loss, (z, head)), expected, strict=True):
         close(ours, theirs, bound)
@@ -112,8 +133,16 @@ def test_loss_statistics_and_gradients_equal_the_dense_formulas(rows, terms):
 @pytest.mark.parametrize("chunk", [2, 64])
 @pytest.mark.parametrize("terms", [(term,) for term in TERMS] + [TERMS], ids="+".join)
 def test_each_slot_may_have_a_head_of_its_own(terms, chunk):
-    p = problem(90, slots=3)
-    draw = torch.Generator().manual_seed(1)
+    assert_equal_to_dense_with_heads_apart(problem(90, slots=3), terms, chunk)
+
+
+@pytest.mark.usefixtures("triton")
+def test_each_slot_may_have_a_head_of_its_own_in_the_kernel():
+    assert_equal_to_dense_with_heads_apart(problem(12, slots=3, targets=4), TERMS, 2)
+
+
+def assert_equal_to_dense_with_heads_apart(p, terms, chunk):
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     heads = torch.randn(3, *p.head.shape, generator=draw, dtype=torch.float64, requires_grad=True)
     z = p.z.requires_grad_()
     rows, alpha, agree = dense(p, terms, z, heads)
@@ -173,11 +202,12 @@ def test_a_row_of_weight_zero_contributes_nothing():
     torch.testing.assert_close(head.grad, few_head.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("each_form")
 def test_a_row_whose_target_gives_no_mass_to_the_kept_ids_spoils_no_other():
     p = problem(8, targets=2)
     p.source = torch.arange(8) % 2
     p.teacher.lse[1] += 300  # p underflows to 0 on every kept id
-    for term in ("ce", "kl", "reverse_kl", "lk_lambda"):
+    for term in ("ce", "kl", "reverse_kl", "jsd", "lk_lambda"):
         p.weights[term][p.source == 1] = 0.0
     z, head = leaves(p, torch.float32)
     loss, stats = fused(p, TERMS, z, head)
@@ -211,7 +241,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
 
 @pytest.mark.case("O-S05")
 @pytest.mark.parametrize(
-    "term", ["ce", "kl", "reverse_kl", "tv", "lk_alpha", "topk"]
+    "term", ["ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "topk"]
 )  # lk_lambda's w has no gradient
 def test_the_gradient_equals_finite_differences_in_float64(term):
     p = problem(9, kept=11, slots=3, targets=4)
@@ -220,6 +250,64 @@ def test_the_gradient_equals_finite_differences_in_float64(term):
         return fused(p, (term,), z, head, dtype=torch.float64, chunk=3)[0]
 
     assert torch.autograd.gradcheck(loss, leaves(p, torch.float64))
+
+
+def test_a_gpu_takes_the_kernel():
+    assert form(torch.device("cuda")) is LinearDivergence
+    assert form(torch.device("cpu")) is not LinearDivergence
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("rows", [1, 63])
+def test_the_kernel_with_all_terms_equals_the_dense_formulas(rows):
+    assert_equal_to_dense(problem(rows), TERMS, chunk=2)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("term", TERMS)
+def test_the_kernel_equals_the_dense_formula_of_each_term(term):
+    assert_equal_to_dense(problem(5), (term,))
+
+
+@pytest.mark.usefixtures("triton")
+def test_the_kernel_goes_over_a_thousand_ids_in_blocks(monkeypatch):
+    monkeypatch.setattr(linear_divergence_triton, "BLOCK", 256)
+    assert_equal_to_dense(problem(3, vocab=1300, kept=1000), TERMS)
+
+
+@pytest.mark.usefixtures("triton")
+def test_under_autocast_the_factors_are_bfloat16_and_the_sums_float32():
+    """Against the dense formulas on rounded inputs: products of bfloat16 are exact in float32, so only the
+    gradient of the logits is rounded again, by 2^-9."""
+    p = problem(21, targets=5)
+    for owner, name in ((p, "z"), (p, "head"), (p.teacher, "state"), (p.teacher, "head")):
+        object.__setattr__(owner, name, getattr(owner, name).bfloat16().double())
+    logits = p.teacher.state @ p.teacher.head.T
+    p.log_p = logits - p.teacher.lse[:, None]
+    with torch.autocast("cuda" if ON_GPU else "cpu", torch.bfloat16):
+        assert_equal_to_dense(p, TERMS, bound=1e-2, forward_bound=2e-5)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.case("O-S05")
+def test_the_kernels_gradient_equals_finite_differences_in_float64():
+    p = problem(3, kept=19, slots=2, targets=2)
+    terms = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha")
+
+    def loss(z, head):
+        return fused(p, terms, z, head, dtype=torch.float64, chunk=1)[0]
+
+    assert torch.autograd.gradcheck(loss, leaves(p, torch.float64), fast_mode=True)
+
+
+@pytest.mark.usefixtures("triton")
+def test_the_kernels_frozen_head_gets_no_gradient():
+    p = problem(4)
+    z, head = leaves(p, torch.float32)
+    loss = fused(p, ("kl",), z, head.detach())[0]
+    loss.backward()
+    expected = torch.autograd.grad(fused(p, ("kl",), z, head)[0], z)[0]
+    assert torch.equal(z.grad, expected)
 
 
 def two_rows(logits, draft):
@@ -231,23 +319,27 @@ def two_rows(logits, draft):
 
 
 A, B = [2.0, 1.0, 0.0, 3.0], [3.0, 1.0, 0.0, 2.0]  # the arg-max of A is not kept
-TOP1 = torch.tensor([-1, 0])
-ONLY_B = {"kl": torch.tensor([0.0, 1.0])}  # A is masked from the loss
+TOP1 = [-1, 0]
+ONLY_B = [0.0, 1.0]  # A is masked from the loss
 
 
 @pytest.mark.case("O-V03")
+@pytest.mark.usefixtures("each_form")
 def test_the_best_drafter_reaches_the_kept_mass_as_its_alpha_and_misses_where_the_choice_is_not_kept():
     z, rest = two_rows([A, B], [A[:3], B[:3]])
-    loss, stats = linear_divergence(z, weights=ONLY_B, top1_M=TOP1, **rest)
+    loss, stats = linear_divergence(
+        z, weights={"kl": torch.tensor(ONLY_B)}, top1_M=torch.tensor(TOP1), **rest
+    )
     torch.testing.assert_close(stats["alpha"], torch.tensor([0.356086, 0.763117]), atol=1e-6, rtol=0)
     assert stats["agree"].tolist() == [0.0, 1.0]
     assert abs(loss.item()) < 1e-6
 
 
 @pytest.mark.case("O-V03")
+@pytest.mark.usefixtures("each_form")
 def test_the_loss_reads_the_law_renormalised_on_the_kept_ids():
     z, rest = two_rows([A, B], [[0.0] * 3] * 2)  # q uniform
-    loss, _ = linear_divergence(z, weights=ONLY_B, top1_M=TOP1, **rest)
+    loss, _ = linear_divergence(z, weights={"kl": torch.tensor(ONLY_B)}, top1_M=torch.tensor(TOP1), **rest)
     loss.backward()
     law = torch.tensor([0.843795, 0.114195, 0.042010])
     torch.testing.assert_close(1 / 3 - z.grad[1], law, atol=1e-6, rtol=0)
@@ -255,12 +347,14 @@ def test_the_loss_reads_the_law_renormalised_on_the_kept_ids():
     torch.testing.assert_close(loss.detach(), (law * (3 * law).log()).sum(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("low", [-150.0, -torch.inf])
 @pytest.mark.parametrize(
     ("term", "expected"),
     [
         ("kl", math.log(3 / 2)),
         ("tv", 1 / 3),
+        ("jsd", math.log(0.8) / 3 + math.log(2) / 6 + math.log(1.2) / 2),
         ("lk_alpha", math.log(3 / 2)),
         ("reverse_kl", 2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3 / 1e-30)),  # p is taken for 1e-30
     ],

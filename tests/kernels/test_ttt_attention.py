@@ -1,23 +1,43 @@
-"""The unroll's attention against a dense softmax under a mask drawn by hand, in float64."""
+"""The unroll's attention against a dense softmax under a mask drawn by hand, in float64; the CPU's form, the
+plain one, and Triton's on a GPU or, without one, in the interpreter."""
 
 import pytest
 import torch
 
+from spectrain.kernels import ttt_attention as module
 from spectrain.kernels.ttt_attention import Own, Run, reference, ttt_attention
+from spectrain.kernels.ttt_attention_triton import TTTAttention
 
 K = 8
 SCALE = 0.3
 HEADS = [(2, 2), (4, 1), (9, 3)]  # query heads, key/value heads
-FORMS = pytest.mark.parametrize("form", [ttt_attention, reference])
+FORMS = pytest.mark.parametrize("form", ["cpu", "reference", "triton"], indirect=True)
 
 
-def draw(heads, queries, keys, steps):
-    """Random (q, k, v, own), float32 with gradients; each later step has a row more than there are queries,
-    and the queries' rows are the last ones."""
+@pytest.fixture
+def triton(monkeypatch):
+    """Triton's form, on tensors of the GPU if there is one."""
+    monkeypatch.setattr(module, "form", lambda device: TTTAttention)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield ttt_attention
+
+
+@pytest.fixture
+def form(request):
+    if request.param == "triton":
+        return request.getfixturevalue("triton")
+    return reference if request.param == "reference" else ttt_attention
+
+
+def draw(heads, queries, keys, steps, *, head_dim=K, dtype=torch.float32):
+    """Random (q, k, v, own) with gradients; each later step has a row more than there are queries, and the
+    queries' rows are the last ones."""
     H, G = heads
 
     def normal(*shape):
-        return torch.randn(shape, requires_grad=True)
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    K = head_dim
 
     places = torch.arange(1, queries + 1)
     own = [Own(normal(G, queries + 1, K), normal(G, queries + 1, K), places) for _ in range(steps)]
@@ -45,15 +65,21 @@ def drawn(text):
     return torch.tensor([[mark == "1" for mark in row] for row in rows])
 
 
-def assert_equal_to_dense(form, tensors, runs, mask):
+def assert_equal_to_dense(form, tensors, runs, mask, *, bound=1e-5):
     out = form(*tensors, runs, SCALE)
     expected = dense(tensors, mask)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    above = torch.randn(out.shape)
+    close(out, expected, bound)
+    above = torch.randn(out.shape).to(out.dtype)
     ours = torch.autograd.grad(out, leaves(tensors), above)
     theirs = torch.autograd.grad(expected, leaves(tensors), above.double())
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        close(a, b, bound)
+
+
+def close(ours, expected, bound):
+    """Equal up to `bound` of the largest expected entry (of 1 if that is smaller)."""
+    worst = (ours.double() - expected.double()).abs().max().item()
+    assert worst <= bound * max(1.0, expected.abs().max().item()), worst
 
 
 @FORMS
@@ -101,13 +127,70 @@ def test_documents_are_apart_and_runs_may_begin_in_their_middle(form, heads):
     assert_equal_to_dense(form, draw(heads, 5, 9, 1), runs, mask)
 
 
+def one_run(count, row, steps):
+    """(runs, mask) of `count` queries from row `row` of a document on, with two keys behind them."""
+    mask = torch.arange(row + count + 2) <= row + torch.arange(count)[:, None]
+    mask = torch.cat([mask] + [torch.eye(count, dtype=torch.bool)] * steps, 1)
+    return (Run(first=0, count=count, row=row, begin=0),), mask
+
+
 @pytest.mark.parametrize(("count", "row"), [(1, 0), (63, 37), (1000, 5)])
 def test_odd_lengths_equal_the_dense_form(count, row):
-    keys = row + count + 2
-    mask = torch.arange(keys) <= row + torch.arange(count)[:, None]
-    mask = torch.cat((mask, torch.eye(count, dtype=torch.bool), torch.eye(count, dtype=torch.bool)), 1)
-    runs = (Run(first=0, count=count, row=row, begin=0),)
-    assert_equal_to_dense(ttt_attention, draw((2, 1), count, keys, 2), runs, mask)
+    assert_equal_to_dense(ttt_attention, draw((2, 1), count, row + count + 2, 2), *one_run(count, row, 2))
+
+
+@pytest.mark.parametrize(("count", "row"), [(1, 0), (63, 37), (37, 963)])  # the last with 1000 keys seen
+def test_odd_lengths_equal_the_dense_form_in_triton(triton, count, row):
+    assert_equal_to_dense(triton, draw((2, 1), count, row + count + 2, 2), *one_run(count, row, 2))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "dtype", "bound"),
+    [
+        (64, (4, 1), torch.float32, 1e-5),
+        (64, (2, 2), torch.bfloat16, 2e-2),
+        (80, (9, 3), torch.bfloat16, 2e-2),
+        (128, (4, 1), torch.bfloat16, 2e-2),
+        (256, (2, 1), torch.float32, 1e-5),
+    ],
+)
+def test_triton_equals_the_dense_form_at_every_head_dim(triton, head_dim, heads, dtype, bound):
+    tensors = draw(heads, 35, 41, 1, head_dim=head_dim, dtype=dtype)
+    assert_equal_to_dense(triton, tensors, *one_run(35, 4, 1), bound=bound)
+
+
+def test_triton_reads_views_whose_heads_lie_inside_a_row(triton):
+    """As the projections give them: [N, 5 H K] seen as five times [H, N, K]."""
+    parts = torch.randn(6, 5 * 2 * K).chunk(5, -1)
+    q, k, v, *own = (t.view(6, 2, K).transpose(0, 1).detach().requires_grad_() for t in parts)
+    assert v.stride() == (K, 10 * K, 1)
+    runs = (Run(first=0, count=6, row=0, begin=0),)
+    mask = torch.cat((torch.ones(6, 6).tril(), torch.eye(6)), 1).bool()
+    assert_equal_to_dense(triton, (q, k, v, [Own(*own, torch.arange(6))]), runs, mask)
+
+
+@pytest.mark.case("O-S05")
+@FORMS
+def test_the_gradient_equals_finite_differences_in_float64(form):
+    q, k, v, own = draw((2, 1), 3, 5, 2, dtype=torch.float64)
+    runs = (Run(first=0, count=2, row=1, begin=0), Run(first=2, count=1, row=4, begin=3))
+    places = own[0].places
+
+    def attention(q, k, v, *own):
+        return form(q, k, v, [Own(own[0], own[1], places), Own(own[2], own[3], places)], runs, 0.5)
+
+    assert torch.autograd.gradcheck(attention, leaves((q, k, v, own)), fast_mode=True)
+
+
+def test_runs_out_of_order_are_a_mistake(triton):
+    runs = (Run(first=0, count=1, row=3, begin=0), Run(first=1, count=1, row=1, begin=0))
+    with pytest.raises(AssertionError, match="order"):
+        triton(*draw((2, 2), 2, 4, 0), runs, SCALE)
+
+
+def test_a_gpu_takes_the_kernels():
+    assert module.form(torch.device("cuda")) is TTTAttention
+    assert module.form(torch.device("cpu")) is not TTTAttention
 
 
 def test_keys_that_no_query_sees_get_no_gradient():
