@@ -29,6 +29,7 @@ from spectrain import checkpoint, provenance
 from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
 from spectrain.config import ON_REQUEST, STAGES, RunConfig
 from spectrain.data.prepare import Prepared, load_prepared
+from spectrain.imports import load, open_import
 from spectrain.optim import trainable
 from spectrain.target import Target, load_target
 
@@ -48,7 +49,8 @@ RECORDS = ("manifest.json", "current.json")  # rewritten even where the result i
 def run(config: RunConfig) -> Path:
     """Do the stages of `config.stages` in the order of the road; returns the run folder.
 
-    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's.
+    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, Disagreement
+    when an engine does not serve the drafter as it was trained.
     """
     road = Road(config)
     if road.process.is_main_process:
@@ -101,10 +103,15 @@ class Road:
 
     @cached_property
     def kept_ids(self) -> torch.Tensor:
-        """The draft vocabulary, int64 [W], from the tokens that training supervises; 0 keeps every id."""
+        """The draft vocabulary, int64 [W]: an imported drafter's own, else from the tokens that training
+        supervises; 0 keeps every id."""
         from spectrain.drafters.vocab import choose_kept_ids, coverage, forced_ids
 
-        target, size = self.target(self.config.target.dtype), self.config.drafter.draft_vocab
+        target = self.target(self.config.target.dtype)
+        settings, found = open_import(self.config.drafter, target)
+        if found is not None and found.kept_ids is not None:
+            return found.kept_ids
+        size = settings.draft_vocab
         if not size:
             return torch.arange(target.vocab_size)
         counts = self.prepared.counts
@@ -120,7 +127,10 @@ class Road:
         """A drafter before its training, the same at every call; one that the export stage would refuse, or
         that has nothing to train, raises ValueError now."""
         config = self.config
-        drafter = checkpoint.build_drafter(config.drafter, target, self.kept_ids, seed=config.train.seed)
+        settings, found = open_import(config.drafter, target)
+        drafter = checkpoint.build_drafter(settings, target, self.kept_ids, seed=config.train.seed)
+        if found is not None:
+            load(found, drafter)
         if config.train.passes and not trainable(drafter):
             raise ValueError(
                 f"train.passes={config.train.passes}: nothing of drafter {config.drafter.family} is trained; "
@@ -254,6 +264,16 @@ def doctor(road: Road) -> None:
         raise ValueError(f"corpus.path={config.corpus.path!r}: this corpus cannot train: {names}")
 
 
+def serve_check(road: Road) -> None:
+    from spectrain.serve_check import serve_check
+
+    def load_both() -> tuple[Target, Any]:
+        target = road.target(road.config.target.dtype)
+        return target, road.trained_drafter(target).to(target.dtype)
+
+    serve_check(road.config, load_both, road.folder)
+
+
 WORK: dict[str, Callable[[Road], None]] = {
     "prepare": prepare,
     "capture": capture,
@@ -263,6 +283,7 @@ WORK: dict[str, Callable[[Road], None]] = {
     "report": report,
     "regenerate": regenerate,
     "doctor": doctor,
+    "serve_check": serve_check,
 }
 
 

@@ -13,7 +13,7 @@ Sources: Li et al. 2024 (arXiv 2401.15077), section 3; HASS, Zhang et al. 2024 (
 Legend: T tokens, N rows, D hidden, W kept ids, L taps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from spectrain.cache import CacheLayout
 from spectrain.data.packing import TokenBatch
+from spectrain.drafters.eagle1_forms import imported as imported
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import SHAPE_KEYS, Rotary, draft_config, own_head, supervised_rows
 from spectrain.drafters.unroll import unrolled
@@ -45,6 +46,12 @@ class Config:
     noise: float = 0.1
     """Half width of the uniform noise on the features that training reads; times 512 / n in a document of n
     tokens above 512."""
+    bias: bool = False
+    """A bias of `fc`, as the authors' files have and vLLM leaves out."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the layer that are not the target's, by key of its config; `init_from` fills them in."""
+    init_from: str = ""
+    """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
         for name in ("unroll", "layers"):
@@ -66,10 +73,10 @@ class Eagle1(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = target.vocab_size
-        self.draft_config = draft_config(target)
+        self.draft_config = draft_config(target, shape=config.shape)
         self.draft_config._attn_implementation = ATTENTION
         D = target.hidden_size
-        self.fc = nn.Linear(2 * D, D, bias=False)
+        self.fc = nn.Linear(2 * D, D, bias=config.bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.draft_config, i) for i in range(config.layers))
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary = Rotary(self.draft_config)
@@ -155,4 +162,6 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle1:
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     return drafter.to(target.device)

@@ -20,6 +20,8 @@ from transformers import LlamaConfig
 
 from spectrain.cache import CacheLayout
 from spectrain.data.packing import TokenBatch
+from spectrain.drafters.eagle3_forms import ADDS_ONE_AFTER_ONE
+from spectrain.drafters.eagle3_forms import imported as imported
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import (
     SHAPE_KEYS,
@@ -36,8 +38,6 @@ from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Own, ttt_attention
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Target
-
-ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,10 @@ class Config:
     """Hidden size of the drafter; 0: the target's. Another one brings a trained embedding, and no export."""
     head: str = "trained"
     """trained, or frozen: the target's rows as they are, without the products of their gradient."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the layer that are not the target's, by key of its config; `init_from` fills them in."""
+    init_from: str = ""
+    """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
         if self.head not in ("trained", "frozen"):
@@ -133,7 +137,7 @@ class Eagle3(nn.Module):
         if self.taps[-1] >= target.num_layers or self.taps[0] < 0:
             layers = f"the target has layers 0 to {target.num_layers - 1}"
             raise ValueError(f"drafter.taps={list(self.taps)}: {layers}")
-        self.draft_config = draft_config(target, config.width)
+        self.draft_config = draft_config(target, config.width, config.shape)
         self.vocab_size = target.vocab_size
         D, Dt, eps = self.draft_config.hidden_size, target.hidden_size, self.draft_config.rms_norm_eps
         norms = [RMSNorm(Dt, eps) for _ in self.taps] if config.fc_norm else []

@@ -4,6 +4,8 @@ Knows no family. Legend: T tokens, D hidden, H heads, K head dim.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from spectrain.checks import choose
 from spectrain.data.packing import TokenBatch
 from spectrain.kernels.gated_mlp import gated_mlp
 from spectrain.kernels.rms_norm import rms_norm
@@ -21,6 +24,10 @@ SHAPE_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
     "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+OWN_SHAPE = (  # of SHAPE_KEYS, those in which a drafter may differ from its target
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "rope_parameters",
 )  # fmt: skip
 
 
@@ -92,12 +99,15 @@ def rotate(x_NTK: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> t
     return x_NTK * cos + torch.cat((-second, first), -1) * sin
 
 
-def draft_config(target: Target, width: int = 0) -> LlamaConfig:
+def draft_config(target: Target, width: int = 0, shape: Mapping[str, Any] | None = None) -> LlamaConfig:
     """The shape of one Llama layer, derived from the target: width, heads, MLP, rotary embedding, epsilon.
 
     width: another hidden size, 0 for the target's; heads keep their size, MLP and number of heads shrink or
-    grow in proportion. Raises ValueError where the numbers of heads do not stay whole.
+    grow in proportion. shape: what is not derived, by OWN_SHAPE key. Raises ValueError where the numbers of
+    heads do not stay whole, and for another key.
     """
+    for key in shape or {}:
+        choose("drafter.shape", key, OWN_SHAPE)
     c = target.config.to_dict()
     named = target.config  # its attributes have the common names, its dict may have the model's own (GPT-2)
     rope = c.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
@@ -111,16 +121,19 @@ def draft_config(target: Target, width: int = 0) -> LlamaConfig:
             f"drafter.width={width}: expected 0 or a multiple of {step}, which keeps heads whole"
         )
     inner = c.get("intermediate_size") or c.get("n_inner") or 4 * D
+    sizes = {
+        "intermediate_size": inner * size // D,
+        "num_attention_heads": heads * size // D,
+        "num_key_value_heads": groups * size // D,
+        "head_dim": c.get("head_dim") or D // heads,
+        "rms_norm_eps": c.get("rms_norm_eps") or 1e-6,
+        "rope_parameters": rope,
+    }
     return LlamaConfig(
+        **{**sizes, **(shape or {})},
         hidden_size=size,
-        intermediate_size=inner * size // D,
         num_hidden_layers=1,
-        num_attention_heads=heads * size // D,
-        num_key_value_heads=groups * size // D,
-        head_dim=c.get("head_dim") or D // heads,
-        rms_norm_eps=c.get("rms_norm_eps") or 1e-6,
         max_position_embeddings=named.max_position_embeddings,
-        rope_parameters=rope,
         vocab_size=target.vocab_size,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -26,6 +26,7 @@ from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import ResBlocks, share_tensor, supervised_rows
+from spectrain.drafters.medusa_forms import imported as imported
 from spectrain.drafters.newest_row import NewestRows, check_reach
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
@@ -44,6 +45,8 @@ class Config:
     """Residual blocks of a head."""
     head: str = "trained"
     """trained: each head's own, copied from the target; frozen: the target's rows as they are for all."""
+    init_from: str = ""
+    """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
         at_least("drafter.heads", self.heads, 1)

@@ -28,6 +28,7 @@ from spectrain.data.packing import TokenBatch
 from spectrain.drafters.depth_drafting import DepthDrafting
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import own_head, supervised_rows
+from spectrain.drafters.mtp_forms import imported as imported
 from spectrain.drafters.mtp_weights import load_own, names_of
 from spectrain.drafters.unroll import UnrollLayout, unrolled
 from spectrain.features import FeatureBatch
@@ -51,6 +52,8 @@ class Config:
     it (pre; vLLM's DeepSeek)."""
     weights: str = "new"
     """new: from scratch; target: the MTP weights in the target's own files."""
+    init_from: str = ""
+    """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
         choose("drafter.order", self.order, ("embedding_first", "hidden_first"))

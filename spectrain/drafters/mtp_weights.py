@@ -100,7 +100,7 @@ def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
         raise ValueError(f"drafter.order={order}: the target's own weights are {names.order}")
     read = _reader(target.path)
     for ours, tensor in nn.ModuleDict({"blocks": blocks}).state_dict().items():
-        found = _tensor(read, names.name(ours))
+        found = tensor_by(read, names.name(ours))
         if found.shape != tensor.shape:
             raise ValueError(
                 f"{target.path}: tensor {names.name(ours)} has shape {list(found.shape)}: expected "
@@ -109,18 +109,18 @@ def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
         tensor.copy_(found)
 
 
-def _tensor(read: Callable[[str], torch.Tensor | None], name: str) -> torch.Tensor:
+def tensor_by(read: Callable[[str], torch.Tensor | None], name: str) -> torch.Tensor:
     """A tensor by its name; stacked experts from those of each."""
     found, stacked = read(name), STACKED.match(name)
     if found is None and stacked:
         parts = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
         experts: list[torch.Tensor] = []
         while read(f"{stacked[1]}.{len(experts)}.{parts[0]}.weight") is not None:
-            rows = [_tensor(read, f"{stacked[1]}.{len(experts)}.{part}.weight") for part in parts]
+            rows = [tensor_by(read, f"{stacked[1]}.{len(experts)}.{part}.weight") for part in parts]
             experts.append(torch.cat(rows))
         found = torch.stack(experts) if experts else None
     if found is None:
-        raise ValueError(f"drafter.weights=target: tensor {name} is not in the target's files")
+        raise ValueError(f"drafter.family=mtp: tensor {name} is not in the files of its weights")
     return found
 
 

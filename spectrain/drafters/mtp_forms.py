@@ -1,0 +1,57 @@
+"""Published MTP weights, read into our names: those of a target's own files, and the form of speculators.
+
+A folder with the target's own MTP tensors (of a fine-tuned target, or a draft-only copy) names them as
+`mtp_weights.py` says; the rest of its tensors is not read. speculators: mtp_layers.K.* with embedding first.
+Sources: `mtp_weights.py`; speculators 0.9.
+"""
+
+from typing import Any
+
+import torch
+
+from spectrain.drafters.mtp_weights import STACKED, names_of, tensor_by
+from spectrain.drafters.published import Import, Published
+from spectrain.target import Target
+
+SPECULATORS = {
+    "enorm": "token_layernorm.",
+    "hnorm": "hidden_layernorm.",
+    "eh_proj": "input_proj.",
+    "norm": "final_layernorm.",
+    "layer": "",
+}
+
+
+def imported(source: Published, config: Any, target: Target) -> Import:
+    """MTP weights for the blocks of `config`.
+
+    Raises ValueError naming the key or tensor where the files hold none for this kind of target.
+    """
+    if config.weights == "target":
+        raise ValueError(f"drafter.weights=target: no effect with drafter.init_from={config.init_from!r}")
+    kind = source.config.get("speculators_model_type")
+    if kind not in (None, "mtp"):
+        raise ValueError(f"{source.config_file}: speculators_model_type={kind!r}: expected 'mtp'")
+    names = names_of(target.config, config.blocks)
+    if kind is None and names is None:
+        raise ValueError(
+            f"drafter.init_from={config.init_from!r}: no MTP names are known for {config.blocks} blocks of a "
+            f"target of model_type {target.config.model_type!r}"
+        )
+
+    def theirs(name: str) -> str:
+        if kind is None:
+            assert names is not None
+            return names.name(name)
+        _, k, part, rest = name.split(".", 3)
+        return f"mtp_layers.{k}.{SPECULATORS[part]}{rest}"
+
+    def stored(name: str) -> torch.Tensor | None:
+        return source.tensor(name) if name in source.files else None
+
+    def read(name: str) -> torch.Tensor:
+        return tensor_by(stored, name) if STACKED.match(name) else source.tensor(name)
+
+    order = "embedding_first" if kind or names is None else names.order
+    every = frozenset(source.files)
+    return Import(source, {"order": order}, theirs, read, every)
