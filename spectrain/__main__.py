@@ -83,12 +83,15 @@ def _run(words: list[str], debug: bool) -> int:
 
     config = compose(words)
     from spectrain.eval.certificate import CertificateFailed
+    from spectrain.serve_check import Disagreement
     from spectrain.stages import run
 
     try:
         run(config)
     except CertificateFailed as error:
         return _fail(error, 3, debug)
+    except Disagreement as error:
+        return _fail(error, 1, debug)
     return 0
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from spectrain.checks import above_zero, at_least, choose, within
 from spectrain.decode_settings import DecodeRunConfig
+from spectrain.serve_settings import ServeConfig
 from spectrain.server_settings import ServerConfig
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
-ON_REQUEST = ("regenerate", "doctor")
+ON_REQUEST = ("regenerate", "doctor", "serve_check")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +276,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     device: str = "auto"
     """auto, cpu or cuda."""
@@ -287,9 +289,13 @@ class RunConfig:
         for stage in self.budget_s:
             choose("budget_s", stage, STAGES + ON_REQUEST)
         choose("device", self.device, ("auto", "cpu", "cuda"))
-        decoding = [stage for stage in ("eval", "regenerate") if stage in self.stages]
+        decoding = [stage for stage in ("eval", "regenerate", "serve_check") if stage in self.stages]
         if self.target.server.given and (decoding or self.train.eval_every):
             what = f"stages={decoding}" if decoding else f"train.eval_every={self.train.eval_every}"
             raise ValueError(f"target.server: gives states, does not decode; expected none of {what}")
+        if "serve_check" in self.stages and not self.serve.python:
+            raise ValueError(
+                "serve.python: stages=serve_check needs it: the Python of an environment with vLLM"
+            )
         if {"prepare", "doctor"} & {*self.stages} and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")
