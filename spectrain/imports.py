@@ -5,6 +5,7 @@ evaluation then go on as with a drafter of our own. Knows no family and no names
 """
 
 import importlib
+import json
 import logging
 from dataclasses import MISSING, fields, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spectrain.checkpoint import IDENTITY
 from spectrain.drafters.published import Import, Published
 from spectrain.target import Target
 
@@ -28,6 +30,7 @@ def open_import(config: Any, target: Target) -> tuple[Any, Import | None]:
         return config, None
     family = importlib.import_module(f"spectrain.drafters.{config.family}")
     found = family.imported(Published(config.init_from), config, target)
+    _tell_other_target(found.source, target)
     given = {field.name: field for field in fields(config)}
     for key, value in found.settings.items():
         field, mine = given[key], getattr(config, key)
@@ -38,6 +41,14 @@ def open_import(config: Any, target: Target) -> tuple[Any, Import | None]:
                 "that value, or none"
             )
     return replace(config, **found.settings), found
+
+
+def _tell_other_target(source: Published, target: Target) -> None:
+    """Our exports name their target; another one, such as a fine-tuned one, is the user's choice."""
+    trained = json.loads(source.metadata.get("target", "{}"))
+    here = target.fingerprint()
+    if differing := [key for key in IDENTITY if key in trained and trained[key] != here[key]]:
+        log.warning("%s: trained on another target (different %s)", source.path, ", ".join(differing))
 
 
 @torch.no_grad()

@@ -129,6 +129,7 @@ def test_missing_layer_ids_are_an_error_until_the_recipe_names_them(tmp_path):
     target = llama()
     folder = exported(target, tmp_path, drafter_for(target))
     edit_config(folder, drop=[IDS, "eagle_config"])
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")  # without our metadata
     with pytest.raises(ValueError, match=rf"key {IDS} is missing.*drafter.taps=\[1, 3, 4\]"):
         imported(folder, target)
     assert imported(folder, target, taps=[1, 2, 4]).taps == (1, 2, 4)
@@ -145,6 +146,7 @@ def test_the_nested_list_names_outputs_but_for_the_targets_to_which_sglang_adds_
     target = llama()
     folder = exported(target, tmp_path, drafter_for(target))
     edit_config(folder, drop=[IDS], eagle_config={IDS: nested})
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")  # without our metadata
     target.config.model_type = model_type
     assert imported(folder, target).taps == taps
 
@@ -155,6 +157,26 @@ def test_two_lists_that_mean_other_layers_are_an_error(tmp_path):
     edit_config(folder, **{IDS: [1, 2, 3]})
     with pytest.raises(ValueError, match=r"outputs of layers \[0, 1, 2\]; eagle_config.*layers \[1, 3, 4\]"):
         imported(folder, target)
+
+
+@pytest.mark.case("O-E04")
+def test_a_list_that_is_not_the_one_kept_with_the_weights_is_an_error(tmp_path):
+    target = llama()
+    folder = exported(target, tmp_path, drafter_for(target))
+    edit_config(folder, **{IDS: [1, 3, 5], "eagle_config": {IDS: [0, 2, 4]}})
+    with pytest.raises(ValueError, match=r"layers \[0, 2, 4\], but the weights were trained on \[1, 3, 4\]"):
+        imported(folder, target)
+
+
+def test_another_target_than_the_export_names_is_told(tmp_path, caplog):
+    target = llama()
+    folder = exported(target, tmp_path, drafter_for(target))
+    with torch.no_grad():
+        target.head.weight.mul_(1.5)
+    tuned = Target(target.model)
+    with caplog.at_level(logging.WARNING):
+        imported(folder, tuned)
+    assert "trained on another target (different weights)" in caplog.text
 
 
 def test_a_setting_that_the_files_decide_otherwise_is_an_error(tmp_path):

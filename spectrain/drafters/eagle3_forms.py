@@ -9,6 +9,7 @@ one above our id; of the nested list the layer whose output is captured, except 
 Sources: the readers of vLLM 0.32, SGLang 0.5.23 and speculators 0.9.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,4 +111,10 @@ def _taps(source: Published, config: Any, target: Target) -> list[int]:
     if any(taps != first for taps in found.values()):
         means = "; ".join(f"{key} means the outputs of layers {taps}" for key, taps in found.items())
         raise ValueError(f"{source.config_file}: {means}")
+    trained = json.loads(source.metadata.get("tap_ids", json.dumps(first)))  # our exports know it
+    if trained != first:
+        raise ValueError(
+            f"{source.config_file}: {next(iter(found))} means the outputs of layers {first}, but the weights "
+            f"were trained on {trained} (metadata of the file)"
+        )
     return first

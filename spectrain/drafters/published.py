@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class Published:
     """Config and tensors of the folder or hub id `path`.
 
-    config: parsed config.json; files: the file of each tensor by its name. Raises ValueError naming the file
-    that is missing or damaged.
+    config: parsed config.json; files: the file of each tensor by its name; metadata: of the first file, texts
+    by key, empty for a pickle. Raises ValueError naming the file that is missing or damaged.
     """
 
     def __init__(self, path: str):
@@ -44,6 +44,7 @@ class Published:
         self.config_file, self.config = config_file, _read_json(config_file)
         self._pickled: dict[Path, dict[str, torch.Tensor]] = {}
         self.files = self._files()
+        self.metadata = self._metadata()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as it is stored; raises ValueError where there is none of this name."""
@@ -55,6 +56,13 @@ class Published:
             return self._unpickled(file)[name]
         with _open(file) as opened:
             return opened.get_tensor(name)
+
+    def _metadata(self) -> dict[str, str]:
+        file = next(iter(self.files.values()), None)
+        if file is None or file.suffix != ".safetensors":
+            return {}
+        with _open(file) as opened:
+            return opened.metadata() or {}
 
     def _find(self, name: str) -> Path | None:
         if Path(self.path).is_dir():
