@@ -22,7 +22,7 @@ spectrain {version}: train, evaluate and export drafters for speculative decodin
 recipes (recipes/README.md says what each is; recipe=FILE.yaml takes your own)
 {recipes}
 stages, the first six by default
-  {stages}
+{stages}
   A finished stage is reused, a killed one goes on when run again.
 
 keys used most
@@ -69,8 +69,11 @@ def help_text() -> str:
     """One screen: at most 40 lines of 80 columns."""
     from spectrain.compose import recipe_names
 
-    recipes = fill("  ".join(recipe_names()), 80, initial_indent="  ", subsequent_indent="  ")
-    return HELP.format(version=__version__, recipes=recipes, stages=" ".join(STAGES + ON_REQUEST))
+    recipes, stages = (
+        fill(text, 80, initial_indent="  ", subsequent_indent="  ")
+        for text in ("  ".join(recipe_names()), " ".join(STAGES + ON_REQUEST))
+    )
+    return HELP.format(version=__version__, recipes=recipes, stages=stages)
 
 
 def _run(words: list[str], debug: bool) -> int:

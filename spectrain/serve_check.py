@@ -69,7 +69,7 @@ def serve_check(
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
     arguments = config.corpus.template_arguments
     ids = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], arguments) for p in prompts]
-    base = {
+    base: dict[str, Any] = {
         "model": path,
         "tokenizer": path,
         "dtype": dtype,
@@ -79,7 +79,10 @@ def serve_check(
         "disable_log_stats": False,
         "trust_remote_code": trusted,
     }
-    drafts = {"method": METHODS[config.drafter.family], "num_speculative_tokens": serve.length}
+    drafts: dict[str, Any] = {
+        "method": METHODS[config.drafter.family],
+        "num_speculative_tokens": serve.length,
+    }
     if config.drafter.family == "mtp":  # its export is the target with other weights
         speculative = {**base, "model": str(exported), "speculative_config": drafts}
     else:
@@ -142,7 +145,7 @@ def compare_texts(
     margin of a difference: log probability of the plain token minus that of the other, or None where plain
     decoding did not tell it (it is then no tie). `differences`: list of prompt, place, margin, tie.
     """
-    differences = []
+    differences: list[dict[str, Any]] = []
     for id, before, after, likely in zip(ids, plain["texts"], texts, plain["likely"], strict=True):
         if list(before) == list(after):
             continue

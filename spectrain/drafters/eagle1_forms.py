@@ -14,7 +14,7 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     D = target.hidden_size
     if (size := needed(source, source.config, "hidden_size")) != D:
         raise ValueError(f"{source.config_file}: hidden_size={size}: the target has {D}")
-    unread = set()
+    unread: set[str] = set()
     if "embed_tokens.weight" in source.files:
         compare_with_own(source, "embed_tokens.weight", target.embedding.weight, "embedding")
         unread.add("embed_tokens.weight")

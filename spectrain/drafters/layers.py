@@ -121,7 +121,7 @@ def draft_config(target: Target, width: int = 0, shape: Mapping[str, Any] | None
             f"drafter.width={width}: expected 0 or a multiple of {step}, which keeps heads whole"
         )
     inner = c.get("intermediate_size") or c.get("n_inner") or 4 * D
-    sizes = {
+    sizes: dict[str, Any] = {
         "intermediate_size": inner * size // D,
         "num_attention_heads": heads * size // D,
         "num_key_value_heads": groups * size // D,
