@@ -40,7 +40,8 @@ def drafter_for(target, **settings):
 
 def exported(target, tmp_path, drafter, *, dtype="float32"):
     config = RunConfig(recipe="trial", drafter=drafter.config, export=ExportConfig(dtype=dtype))
-    return export(config, target, drafter, tmp_path / "export")
+    export(config, target, drafter, tmp_path / "export")
+    return tmp_path / "export" / drafter.config.family
 
 
 def imported(folder, target, family=eagle3, **settings):
