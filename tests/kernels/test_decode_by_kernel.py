@@ -18,7 +18,7 @@ from spectrain.decode.sampling import Sampling
 from spectrain.kernels import commit_triton, tree_attention_triton, tree_build_triton
 from spectrain.proposal import Plan
 from spectrain.target import Target
-from spectrain.testing import Bigram
+from spectrain.testing import Bigram, KnowingDrafter
 
 SHAPE = {
     "vocab_size": 64,
@@ -49,11 +49,6 @@ PROMPTS = [[5, 9, 13, 7, 3, 22, 41, 8, 30, 11, 12, 6], [7, 3, 22, 41, 8], [17]]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU there")
 
 
-@pytest.fixture(params=BUILD)
-def target(request):
-    return Target(BUILD[request.param]().float())
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Calls of each kernel so far; from the first call on, kernels do what they do on a GPU."""
@@ -80,27 +75,29 @@ def kernels(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize(
-    ("law", "plan"),
-    [("rejection", Plan("chain", 3)), ("target_only", Plan("tree", 3, nodes=6, top_k=2))],
-)
-def test_texts_and_rounds_are_those_without_kernels(target, law, plan, temperature, kernels):
-    """Three prompts, two places."""
-    settings = {"sampling": Sampling(temperature=temperature), "law": law, "plan": plan} | SETTINGS
-    expected, _ = generate(target, PROMPTS, **settings, drafter=Bigram(target))
-    calls = kernels()
-    found, _ = generate(target, PROMPTS, **settings, drafter=Bigram(target))
-    assert [g.ids for g in found] == [g.ids for g in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [r.accepted for r in ours.rounds] == [r.accepted for r in theirs.rounds]
-    assert calls["attention"] and calls["build"] and calls["verify"]
-    assert bool(calls["commit"]) == (plan.shape == "tree")
+@pytest.mark.parametrize("kind", BUILD)
+def test_greedy_text_by_trees_is_plain_text_without_kernels(kind, kernels):
+    """Three prompts, two places; of 3 draft tokens 0, 1, 2 or all are right."""
+    target = Target(BUILD[kind]().float())
+    plain, _ = generate(target, PROMPTS, sampling=Sampling(), **SETTINGS)
+    texts = [[*g.prompt_ids, *g.ids] for g in plain]
+    drafter = KnowingDrafter(texts, lambda n: (0, 2, 1, 9)[n % 4], vocab=64)
+    calls, plan = kernels(), Plan("tree", 3, nodes=6, top_k=2)
+    found, _ = generate(target, PROMPTS, sampling=Sampling(), **SETTINGS, drafter=drafter, plan=plan)
+    assert [g.ids for g in found] == [g.ids for g in plain]
+    assert {0, 1, 2} <= {round.accepted for g in found for round in g.rounds}
+    assert all(calls.values()), calls
 
 
-def test_plain_text_is_that_without_kernels(target, kernels):
-    settings = {"sampling": Sampling(temperature=0.9, top_p=0.9)} | SETTINGS
-    expected, _ = generate(target, PROMPTS, **settings)
+@pytest.mark.parametrize("plan", [None, Plan("chain", 2)], ids=["plain", "chain"])
+def test_sampled_texts_and_alphas_are_those_without_kernels(plan, kernels):
+    target = Target(BUILD["llama"]().float())
+    drafter = None if plan is None else Bigram(target)
+    settings = {"sampling": Sampling(temperature=0.7), "law": "rejection", "plan": plan} | SETTINGS
+    expected, _ = generate(target, PROMPTS[1:], **settings, drafter=drafter)
     kernels()
-    found, _ = generate(target, PROMPTS, **settings)
-    assert [g.ids for g in found] == [g.ids for g in expected]
+    found, _ = generate(target, PROMPTS[1:], **settings, drafter=drafter)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.ids == theirs.ids
+        alphas = [[alpha for round in g.rounds for alpha in round.alphas] for g in (ours, theirs)]
+        assert alphas[0] == pytest.approx(alphas[1], abs=1e-5)

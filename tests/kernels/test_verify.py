@@ -15,37 +15,35 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where t
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 16 ids, so that a small vocabulary has several."""
+    """Blocks of 32 ids, so that a small vocabulary has several."""
     monkeypatch.setattr(by_kernel, "KERNEL_DEVICES", (DEVICE.type,))
-    monkeypatch.setitem(verify_triton.verify.__kwdefaults__, "block", 16)
+    monkeypatch.setitem(verify_triton.verify.__kwdefaults__, "block", 32)
 
 
+V = 63
 NOTHING = Proposal(torch.tensor([], dtype=torch.int64), ())
 
 
-def tree(nodes, vocab):
-    """Random, siblings different."""
-    parents, tokens = [], []
-    while len(parents) < nodes:
-        parent, token = (
-            int(torch.randint(-1, len(parents), (1,))) if parents else -1,
-            int(torch.randint(vocab, (1,))),
-        )
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            parents.append(parent)
-            tokens.append(token)
-    return Proposal(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
+def tree(nodes):
+    """Random, of the likely tokens 0 to 4; siblings different."""
+    found = []
+    while len(found) < nodes:
+        node = int(torch.randint(-1, len(found), (1,))) if found else -1, int(torch.randint(5, (1,)))
+        if node not in found:
+            found.append(node)
+    parents, tokens = zip(*found, strict=True)
+    return Proposal(torch.tensor(tokens), parents)
 
 
 def chain(length, logits_q, streams, request, root):
-    """Drawn from the softmax of logits_q [length, V], which the sum of a row need not be 1 of."""
-    q = torch.softmax(logits_q, -1) * 1.5
+    """Drawn from the laws of logits_q [length, V], whose rows need not sum to 1."""
+    q = streams.draft_law(logits_q) * 1.5
     slots = list(range(length))
     tokens = streams.draw(q, requests=[request] * length, root_positions=[root] * length, slots=slots)
     return Proposal(torch.tensor(tokens, dtype=torch.int64), tuple(range(-1, length - 1)), q=q)
 
 
-def both(proposals, logits, law, sampling, round_):
+def both(proposals, logits, law, sampling, root):
     """(verdicts of the kernels, verdicts of decode/verify.py)."""
     starts = np.cumsum([0] + [len(p.parents) + 1 for p in proposals])[:-1].tolist()
     laws = lambda which, nodes: sampling.law(  # noqa: E731
@@ -56,7 +54,7 @@ def both(proposals, logits, law, sampling, round_):
         "law": law,
         "streams": Streams(sampling, [7 + r for r in requests]),
         "requests": requests,
-        "root_positions": [round_ + 10 * r for r in requests],
+        "root_positions": [root + 10 * r for r in requests],
     }
     assert by_kernel.covers(proposals, DEVICE, law=law, streams=settings["streams"])
     ours = by_kernel.verify_by_kernel(proposals, logits.to(DEVICE), starts, laws, **settings)
@@ -83,39 +81,30 @@ SAMPLINGS = pytest.mark.parametrize(
 
 
 @SAMPLINGS
-@pytest.mark.parametrize("vocab", [5, 63])
-def test_trees_get_the_verdicts_of_the_walk_in_torch(sampling, vocab):
-    """Two trees, a lone root and a chosen chain; likely tokens, so that walks go deep."""
-    for round_ in range(2):
-        chosen = Proposal(torch.tensor([1, 1, 2]), (-1, 0, 1))
-        proposals = [
-            tree(7, vocab),
-            Proposal(torch.tensor([], dtype=torch.int64), ()),
-            tree(20, vocab),
-            chosen,
-        ]
-        logits = 2 * torch.randn(sum(len(p.parents) + 1 for p in proposals), vocab)
-        logits[:, :3] += 2
-        assert_same(both(proposals, logits, "target_only", sampling, round_))
+def test_trees_get_the_verdicts_of_the_walk_in_torch(sampling):
+    """A tree, a lone root and a chosen chain; likely tokens, so that walks go deep."""
+    proposals = [tree(6), NOTHING, Proposal(torch.tensor([1, 1, 2]), (-1, 0, 1))]
+    logits = 2 * torch.randn(12, V)
+    logits[:, :3] += 2
+    assert_same(both(proposals, logits, "target_only", sampling, 5))
 
 
 @SAMPLINGS
-@pytest.mark.parametrize("vocab", [5, 63])
-def test_drawn_chains_get_the_verdicts_of_the_walk_in_torch(sampling, vocab):
-    logits, streams = 2 * torch.randn(10, vocab), Streams(Sampling(temperature=1.0), [3, 4])
+def test_drawn_chains_get_the_verdicts_of_the_walk_in_torch(sampling):
+    logits, streams = 2 * torch.randn(8, V), Streams(sampling, [3, 4])
     proposals = [
-        chain(4, logits[:4] + torch.randn(4, vocab), streams, 0, 5),
+        chain(3, logits[:3] + torch.randn(3, V), streams, 0, 5),
         NOTHING,
-        chain(3, logits[6:9] + 0.3 * torch.randn(3, vocab), streams, 1, 5),
+        chain(2, logits[5:7] + 0.3 * torch.randn(2, V), streams, 1, 5),
     ]
     assert_same(both(proposals, logits, "rejection", sampling, 5))
 
 
 @pytest.mark.parametrize("law", ["target_only", "rejection"])
-def test_thirty_rounds_on_a_small_vocabulary_get_the_same_verdicts(law):
-    """Ninety walks in one call: their requests draw different numbers."""
-    logits, streams = torch.randn(360, 5), Streams(Sampling(temperature=1.0), range(90))
-    proposals = [chain(3, torch.randn(3, 5), streams, request, 5) for request in range(90)]
+def test_many_requests_on_a_small_vocabulary_get_the_same_verdicts(law):
+    """Twenty walks in one call, each with numbers of its own."""
+    logits, streams = torch.randn(60, 5), Streams(Sampling(temperature=1.0), range(20))
+    proposals = [chain(2, torch.randn(2, 5), streams, request, 5) for request in range(20)]
     assert_same(both(proposals, logits, law, Sampling(temperature=1.0), 5))
 
 
