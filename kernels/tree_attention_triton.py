@@ -37,7 +37,8 @@ def launch(q_HTK, keys_RSGK, values_RSGK, rows: TreeRows, form: Form, *, splits:
         rows.requests, rows.starts, rows.counts, rows.lengths, rows.nodes, rows.depths, rows.bits,
         parts, logs, q.stride(0), q.stride(1), T, S, G, M, W, form.scale, form.softcap or 0.0,
         GROUP=H // G, K=K, WIDE=wide, TILE=tile, BLOCK=block, TAIL=TAIL, WINDOW=form.window or 0,
-        CAPPED=form.softcap is not None, UPCAST=q.device.type == "cpu", num_warps=warps, num_stages=stages,
+        CAPPED=form.softcap is not None, UPCAST=q.device.type == "cpu",
+        PRECISION=_precision(q.dtype) if q.is_cuda else "ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(H, T, K, dtype=q.dtype, device=q.device)
     sinks = logs if form.sinks is None else form.sinks
@@ -57,19 +58,27 @@ def splits_of(q_HTK: torch.Tensor, keys_RSGK: torch.Tensor, rows: TreeRows, proc
 
 
 def tiles(queries: int, head_dim: int, element_size: int) -> tuple[int, int, int, int]:
-    """Rows and keys of a block, warps and pipeline stages: what fits the shared memory of every card, chosen
-    by arithmetic and not yet by measurement."""
+    """Rows and keys of a block, warps and pipeline stages: without spills on sm_90 (docs/kernels.md), not yet
+    measured."""
+    if element_size == 4:
+        return 16, 32, 4 if head_dim <= 64 else 8, 2
     rows = min(64, max(16, triton.next_power_of_2(queries)))
-    wide = triton.next_power_of_2(head_dim) * element_size  # bytes of a key
-    return rows, 64 if wide <= 256 else 32, 4, 2 if wide <= 512 else 1
+    return rows, 64 if head_dim <= 128 else 32, 4, 2
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """float32 factors as three bfloat16 each: as exact as float32 sums, and no loop of scalar products that
+    spills its registers."""
+    return "bf16x6" if dtype == torch.float32 else "ieee"
 
 
 def launches() -> Iterator[Launch]:
     """For `spectrain.kernels.aot`: head dims and row tiles plain, and all forms at once."""
-    for kind, dims in (("bf16", (64, 80, 128, 256)), ("fp32", (64, 128))):
-        for K in dims:
-            for queries in (16, 64):
-                yield _launch(kind, K, queries, window=0, capped=False)
+    for K in (64, 80, 128, 256):
+        for queries in (16, 64):
+            yield _launch("bf16", K, queries, window=0, capped=False)
+    for K in (64, 128, 256):
+        yield _launch("fp32", K, 16, window=0, capped=False)
     yield _launch("bf16", 128, 64, window=1024, capped=True)
     integers = dict.fromkeys(("num_rows", "T", "num_parts"), "i32")
     for K in (64, 128, 256):
@@ -91,6 +100,7 @@ def _launch(kind: str, K: int, queries: int, *, window: int, capped: bool) -> La
     constants = {
         "GROUP": 4, "K": K, "WIDE": triton.next_power_of_2(K), "TILE": tile, "BLOCK": block, "TAIL": TAIL,
         "WINDOW": window, "CAPPED": capped, "UPCAST": False,
+        "PRECISION": _precision(torch.float32 if kind == "fp32" else torch.bfloat16),
     }  # fmt: skip
     forms = ", window, soft cap" if window else ""
     label = f"{kind}, head dim {K}, {tile} x {block}{forms}"
@@ -103,6 +113,7 @@ def attend_part(
     q_head, q_row, T, S, G, M, W, scale, softcap,
     GROUP: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """TILE rows of one request and key/value head over one part of the keys, the last part being the tree."""
     r, split, last = tl.program_id(0), tl.program_id(2), tl.num_programs(2) - 1
@@ -142,13 +153,13 @@ def attend_part(
                 seen = place[:, None] - slot[None, :] < WINDOW
                 top, total, acc = _block(
                     q, k_ptr, v_ptr, slot, slot < length, seen, top, total, acc, G, scale, softcap,
-                    K, WIDE, True, CAPPED, UPCAST,
+                    K, WIDE, True, CAPPED, UPCAST, PRECISION,
                 )  # fmt: skip
         for start in range(cut, whole, BLOCK):
             slot = start + tl.arange(0, BLOCK)
             top, total, acc = _block(
                 q, k_ptr, v_ptr, slot, slot, slot, top, total, acc, G, scale, softcap,
-                K, WIDE, False, CAPPED, UPCAST,
+                K, WIDE, False, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
         if whole < end:
             slot = whole + tl.arange(0, BLOCK)
@@ -157,7 +168,7 @@ def attend_part(
                 seen = seen & (place[:, None] - slot[None, :] < WINDOW)
             top, total, acc = _block(
                 q, k_ptr, v_ptr, slot, slot < end, seen, top, total, acc, G, scale, softcap,
-                K, WIDE, True, CAPPED, UPCAST,
+                K, WIDE, True, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
     else:
         for word in range(0, tl.cdiv(num_nodes, TAIL)):
@@ -169,7 +180,7 @@ def attend_part(
                 seen = seen & (place[:, None] - length - depth[None, :] < WINDOW)
             top, total, acc = _block(
                 q, k_ptr, v_ptr, length + other, other < num_nodes, seen, top, total, acc, G, scale, softcap,
-                K, WIDE, True, CAPPED, UPCAST,
+                K, WIDE, True, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
     out = (split * (G * GROUP) + head) * T + token
     some = total > 0
@@ -182,6 +193,7 @@ def attend_part(
 def _block(
     q, k_ptr, v_ptr, slot, written, seen, top, total, acc, G, scale, softcap,
     K: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Running maximum, sum and output after one block of keys; without MASKED all are written and seen."""
     dim = tl.arange(0, WIDE)
@@ -197,7 +209,7 @@ def _block(
     if UPCAST:
         # Triton's interpreter keeps bfloat16 as integers and would multiply these
         k, v = k.to(tl.float32), v.to(tl.float32)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
         score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
@@ -208,7 +220,7 @@ def _block(
     weight = tl.exp(score - base[:, None])
     shrink = tl.exp(top - base)
     total = total * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
     return higher, total, acc
 
 

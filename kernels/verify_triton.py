@@ -42,7 +42,7 @@ def verify(
         parts = uniforms_BD3.new_empty(2, B, N, blocks)
         overlaps[(B, N, blocks)](
             logits, logits.stride(0), *laws, trees.starts, trees.counts, trees.parents,
-            q, q_starts, parts[0], parts[1], N, **row, BLOCK=block,
+            q, q_starts, parts[0], parts[1], N, **row, BLOCK=block, num_warps=8,
         )  # fmt: skip
         shared, sums = parts.sum(-1)
     integers = [torch.empty(B, dtype=torch.int32, device=logits.device) for _ in range(4)]
@@ -59,10 +59,13 @@ def verify(
         rest = (
             logits, logits.stride(0), *laws, *lists, q, q_starts, sums, out.path, out.accepted, out.refused
         )  # fmt: skip
-        residual_masses[(B, blocks)](*rest, masses, N, D, **row, BLOCK=block, DRAWN=drawn is not None)
+        residual_masses[(B, blocks)](
+            *rest, masses, N, D, **row, BLOCK=block, DRAWN=drawn is not None, num_warps=8
+        )
         draw_bonus[(B,)](
             *rest, masses, uniforms_BD3, out.bonus, blocks, N, D, **row,
             BLOCK=block, BLOCKS=triton.next_power_of_2(blocks), DRAWN=drawn is not None,
+            num_warps=8,
         )  # fmt: skip
     return out
 
@@ -234,7 +237,7 @@ def launches() -> Iterator[Launch]:
         "sums": "*fp64",
     }
     signature = row | laws | pairs | {"N": "i32", "V": "i32:16", "temperature": "fp32"}
-    yield Launch(overlaps, f"{BLOCK} ids", signature, {"BLOCK": BLOCK}, 4, 3)
+    yield Launch(overlaps, f"{BLOCK} ids", signature, {"BLOCK": BLOCK}, 8, 3)
     walk = {"sums": "*fp64", "shared": "*fp64", "uniforms": "*fp64", "path": "*i32", "accepted": "*i32"}
     walk |= {"bonus": "*i32", "refused": "*i32", "alphas": "*fp64", "status": "*i32"}
     for label, greedy, q in (
@@ -247,6 +250,6 @@ def launches() -> Iterator[Launch]:
         if not greedy:
             rest = row | laws | trees | drawn | {"sums": "*fp64"} | ends | {"found": "*fp64"}
             constants = {"BLOCK": BLOCK, "DRAWN": q}
-            yield Launch(residual_masses, label, rest | sizes, constants, 4, 3)
+            yield Launch(residual_masses, label, rest | sizes, constants, 8, 3)
             signature = rest | {"uniforms": "*fp64", "bonus": "*i32", "blocks": "i32"} | sizes
-            yield Launch(draw_bonus, label, signature, constants | {"BLOCKS": 32}, 4, 3)
+            yield Launch(draw_bonus, label, signature, constants | {"BLOCKS": 32}, 8, 3)
