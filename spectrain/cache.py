@@ -20,6 +20,11 @@ import numpy as np
 import torch
 
 from spectrain.kernels.attention import additive, attend, attend_batch
+from spectrain.kernels.commit import Table, commit
+from spectrain.kernels.tree_attention import Form, TreeRows, tree_attention
+from spectrain.kernels.tree_build import tree_build
+
+KERNEL_DEVICES = ("cuda",)  # attention to trees and verification run by kernels here, by torch elsewhere
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class _Group:
     start: int
     keys: int
     simple: bool
+
+    @property
+    def prompt(self) -> bool:
+        """Whether it is one text from its first token on."""
+        return self.simple and self.new == self.keys
 
 
 class KVCache:
@@ -54,6 +64,7 @@ class KVCache:
         self._depths: list[list[int]] = [[] for _ in range(num_requests)]
         self._is_chain = [True] * num_requests
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: list[Table] = []
 
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> "CacheLayout":
         """Layout of counts[i] new tokens of requests[i], one after the other behind its newest token."""
@@ -97,25 +108,27 @@ class KVCache:
 
     def commit_all(self, requests: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """`commit` for several requests, moving all their slots in one step per layer."""
-        source, destination = [], []
+        moves: list[tuple[int, int, Sequence[int]]] = []  # request, length, path
         for request, path in zip(requests, paths, strict=True):
             parents = [self.pending[request][node] for node in path]
             assert parents == [-1, *path][: len(path)], f"path {tuple(path)} has parents {parents}"
-            base = request * self.capacity + self.committed[request]
-            for i, node in enumerate(path):
-                if node != i:
-                    source.append(base + node)
-                    destination.append(base + i)
+            if any(node != i for i, node in enumerate(path)):
+                moves.append((request, self.committed[request], path))
             self.committed[request] += len(path)
             self._forget(request)
-        if not source:
+        if not moves or not self.layers:
             return
-        from_slots, to_slots = torch.tensor(source), torch.tensor(destination)
-        for keys, values in self.layers.values():
-            for tensor in (keys, values):
-                rows = tensor.flatten(0, 1)
-                moved = rows.index_select(0, from_slots.to(rows.device))
-                rows.index_copy_(0, to_slots.to(rows.device), moved)
+        tensors = [tensor for layer in self.layers.values() for tensor in layer]
+        if len(tensors) != sum(len(table.tensors) for table in self._tables):
+            self._tables = Table.of(tensors)
+        most = max(len(path) for _, _, path in moves)
+        lists = (
+            [request for request, _, _ in moves],
+            [length for _, length, _ in moves],
+            [[*path, *[0] * (most - len(path))] for _, _, path in moves],
+            [len(path) for _, _, path in moves],
+        )
+        commit(self._tables, *(_int32(values, tensors[0].device) for values in lists))
 
     def truncate(self, request: int, length: int) -> None:
         """Forget uncommitted nodes and all text from position `length` on."""
@@ -152,6 +165,7 @@ class CacheLayout:
         self._groups = self._grouped(runs)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._blank: torch.Tensor | None = None
+        self._rows: TreeRows | None = None
 
     def _grouped(self, runs: list[list[int]]) -> list[_Group]:
         cache, start = self.cache, 0
@@ -183,8 +197,40 @@ class CacheLayout:
             else:
                 rows.index_copy_(0, self._slots, new.transpose(0, 1))
         forms = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H}
+        if keys.device.type in KERNEL_DEVICES and not all(group.prompt for group in self._groups):
+            return self._attend_by_kernel(q_HTK, keys, values, window, forms)
         out = [self._attend_group(i, q_HTK, keys, values, window, forms) for i in range(len(self._groups))]
         return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def _attend_by_kernel(self, q_HTK, keys, values, window, forms) -> torch.Tensor:
+        """Output [H, T, K]: one kernel call for all trees and texts that go on, prompts apart."""
+        if self._rows is None:
+            self._rows = self._tree_rows(keys.device)
+        form = Form(forms["scale"], window, forms["softcap"], forms["sinks_H"])
+        out = tree_attention(q_HTK, keys, values, self._rows, form)
+        for i, group in enumerate(self._groups):
+            if group.prompt:
+                rows = slice(group.start, group.start + group.new)
+                out[:, rows] = self._attend_group(i, q_HTK, keys, values, window, forms)
+        return out
+
+    def _tree_rows(self, device: torch.device) -> TreeRows:
+        """All requests but prompts; of a chain only the new tokens are nodes, the rest is text to them."""
+        cache = self.cache
+        rows: list[tuple[int, int, int, int, int]] = []  # request, start, new, length, nodes
+        trees: list[Sequence[int]] = []
+        for group in self._groups:
+            for i in range(0 if group.prompt else group.size):
+                r = group.first + i
+                pending = range(-1, group.new - 1) if cache._is_chain[r] else cache.pending[r]
+                length = cache.committed[r] + len(cache.pending[r]) - len(pending)
+                rows.append((r, group.start + i * group.new, group.new, length, len(pending)))
+                trees.append(pending)
+        requests, starts, counts, lengths, nodes = _int32(list(zip(*rows, strict=True)), device)
+        most = max(map(len, trees))
+        tree = tree_build(_int32([[*t, *[-1] * (most - len(t))] for t in trees], device), nodes, lengths)
+        new = max(new for _, _, new, _, _ in rows)
+        return TreeRows(requests, starts, counts, lengths, nodes, tree.depths, tree.bits, most=new)
 
     def calls(self, ids_T, positions_T):
         raise AssertionError("a target with recurrent layers needs a RecurrentCache (see target_cache)")
@@ -214,7 +260,7 @@ class CacheLayout:
         v = values[group.first : group.first + group.size, : group.keys].transpose(1, 2)
         if window is not None and window >= group.keys:
             window = None
-        if group.simple and group.new > 1 and group.new == group.keys:
+        if group.prompt and group.new > 1:
             return attend(q, k[0], v[0], mask=None, causal=True, window=window, **forms)
         if group.simple and group.new == 1:
             low = 0 if window is None else group.keys - window
@@ -245,6 +291,10 @@ class CacheLayout:
         if window is not None:
             seen &= position - key_position < window
         return torch.from_numpy(seen)[:, None]
+
+
+def _int32(values: Sequence, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def ancestors(parents: Sequence[int]) -> np.ndarray:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from spectrain.checks import at_least, choose
+from spectrain.decode.by_kernel import covers, verify_by_kernel
 from spectrain.decode.generation import Event, Generation, Round, Timing
 from spectrain.decode.penalties import History
 from spectrain.decode.plan import check_plan, clamp, depths
@@ -291,16 +292,17 @@ class _Engine:
 
         # Some requests at a time, so that their laws stay in a CPU's cache.
         at_once = max(1, CACHED // self.target.vocab_size) if device.type == "cpu" else len(places)
-        verdicts = verify(
-            proposals,
-            laws,
-            law=self.law,
-            streams=self.streams,
-            requests=places,
-            root_positions=roots,
-            leniency=self.leniency,
-            at_once=at_once,
-        )
+        if covers(proposals, device, law=self.law, streams=self.streams):
+            verdicts = verify_by_kernel(
+                proposals, logits, bases, laws,
+                law=self.law, streams=self.streams, requests=places, root_positions=roots,
+            )  # fmt: skip
+        else:
+            verdicts = verify(
+                proposals, laws,
+                law=self.law, streams=self.streams, requests=places, root_positions=roots,
+                leniency=self.leniency, at_once=at_once,
+            )  # fmt: skip
         paths, observations = [], []
         for i, (place, text, verdict) in enumerate(zip(places, texts, verdicts, strict=True)):
             kept = self._emit(place, proposals[i], verdict)
