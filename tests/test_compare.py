@@ -87,8 +87,10 @@ def finished(words, tmp_path_factory):
 
 
 def times(folder):
-    """Time of the last change of every file of the cells and of the shared inputs."""
-    files = [f for name in ("cells", "features") for f in (folder / name).rglob("*") if f.is_file()]
+    """Time of the last change of every file of the cells and of every shard of the shared features."""
+    files = [
+        f for f in folder.rglob("*") if f.is_file() and (f.suffix == ".safetensors" or "cells" in f.parts)
+    ]
     return {f.relative_to(folder): f.stat().st_mtime_ns for f in files}
 
 
@@ -187,7 +189,7 @@ def test_a_cell_whose_text_is_not_the_targets_stays_in_the_table_and_ends_the_co
         return found
 
     monkeypatch.setattr(evaluation, "certify", fail_for_seed_4)
-    only = "compare.drafters={ngram: [recipe=ngram_smollm2]}"
+    only = "compare.drafters={ngram: ['recipe=ngram_smollm2']}"
     with pytest.raises(CertificateFailed, match="^ngram, seed 4: the text is not the target's"):
         stages.run(compose([*words, f"run_dir={tmp_path}", only]))
     drafter = read_json(tmp_path / "compare.json")["drafters"][0]
@@ -208,8 +210,11 @@ def test_a_cell_whose_text_is_not_the_targets_stays_in_the_table_and_ends_the_co
             "compare.drafters={a: [recipe=quickstart, eval.seed=1]}",
             "drafters.a: 'eval.seed=1': the comparison",
         ),
-        ("compare.drafters={a: [recipe=quickstart, train.passes=2]}", "a: 'train.passes=2': the comparison"),
-        ("compare.drafters={a: [recipe=quick]}", "^compare.drafters.a: recipe=quick: unknown"),
+        (
+            "compare.drafters={a: ['recipe=quickstart', 'train.passes=2']}",
+            "a: 'train.passes=2': the comparison",
+        ),
+        ("compare.drafters={a: ['recipe=quick']}", "^compare.drafters.a: recipe=quick: unknown"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(words, tmp_path, word, message):
@@ -222,7 +227,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(words, tmp_path, word, m
     [
         ("compare.drafters={}", "compare.drafters={}: expected at least one"),
         ("compare.seeds=[1,1]", r"compare.seeds=\[1, 1\]: expected different seeds"),
-        ("compare.drafters={a/b: [recipe=quickstart]}", "compare.drafters.a/b: expected letters"),
+        ("compare.drafters={'a/b': ['recipe=quickstart']}", "compare.drafters.a/b: expected letters"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(words, word, message):
