@@ -206,8 +206,9 @@ def test_a_cell_whose_text_is_not_the_targets_stays_in_the_table_and_ends_the_co
         ("drafter.unroll=2", "^drafter: no effect on a comparison"),
         ("train.learning_rate=0.1", "^train.learning_rate: no effect on a comparison"),
         ("train.seed=1", "^train.seed: no effect on a comparison"),
+        ("eval.seed=1", "^eval.seed: no effect on a comparison"),
         (
-            "compare.drafters={a: [recipe=quickstart, eval.seed=1]}",
+            "compare.drafters={a: ['recipe=quickstart', 'eval.seed=1']}",
             "drafters.a: 'eval.seed=1': the comparison",
         ),
         (
@@ -227,7 +228,7 @@ def test_a_setting_that_would_have_no_effect_is_refused(words, tmp_path, word, m
     [
         ("compare.drafters={}", "compare.drafters={}: expected at least one"),
         ("compare.seeds=[1,1]", r"compare.seeds=\[1, 1\]: expected different seeds"),
-        ("compare.drafters={'a/b': ['recipe=quickstart']}", "compare.drafters.a/b: expected letters"),
+        ("compare.drafters={a/b: ['recipe=quickstart']}", "compare.drafters.a/b: expected letters"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(words, word, message):
