@@ -145,9 +145,9 @@ def _run(
         "length": run["length"],
         "nodes": run["length"] if run["proposal"] == "chain" else run["nodes"],
         **{key: run[key] for key in ("paths", "adaptive", "costs")},
-        **_numbers(texts, run, manifest, reason),
+        **numbers(texts, run, manifest, reason),
         "categories": {
-            name: _numbers(found, run, manifest, reason) for name, found in sorted(categories.items())
+            name: numbers(found, run, manifest, reason) for name, found in sorted(categories.items())
         },
         "lossless": not lossy and part["pass"],
         "lossy": lossy,
@@ -155,10 +155,19 @@ def _run(
     }
 
 
-def _numbers(
-    texts: Sequence[Text], run: Mapping[str, Any], manifest: Mapping[str, Any], reason: str | None
+def numbers(
+    texts: Sequence[Text],
+    run: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    reason: str | None,
+    *,
+    trainings: Sequence[int] | None = None,
 ) -> dict:
-    """Every number with its interval, and the counters they are ratios of; `reason` withholds SPEED_UPS."""
+    """Every number of one run with its interval, and the counters they are ratios of.
+
+    reason: why a certificate failed, which withholds SPEED_UPS; trainings: where the texts are of several
+    trained drafters, for each text which one (`metrics.estimate`).
+    """
     sums, settings = counters(texts, slots=run["length"]), manifest["eval"]
     found = estimate(
         sums,
@@ -168,14 +177,15 @@ def _numbers(
         length=run["length"],
         resamples=settings["bootstrap"],
         seed=settings["seed"],
+        trainings=trainings,
     )
-    numbers = {k: [asdict(n) for n in v] if isinstance(v, list) else asdict(v) for k, v in found.items()}
+    shown = {k: [asdict(n) for n in v] if isinstance(v, list) else asdict(v) for k, v in found.items()}
     if reason is not None:
-        numbers |= {key: {**asdict(Number(None, None, None)), "withheld": reason} for key in SPEED_UPS}
+        shown |= {key: {**asdict(Number(None, None, None)), "withheld": reason} for key in SPEED_UPS}
     total = {name: value[0].tolist() for name, value in vars(sums.pooled()).items()}
     accepted = [after_cut(record)[0] for text in texts for record in text.speculative.rounds]
     histogram = [accepted.count(k) for k in range(run["length"] + 1)]
-    return {**numbers, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
+    return {**shown, "texts": len(texts), "accepted_histogram": histogram, "counters": total}
 
 
 def _limit_cost(texts: Sequence[Text], sums: Counters, drafter: str, manifest: Mapping[str, Any]) -> float:

@@ -40,14 +40,14 @@ class Source:
     content: str
 
 
-def stored(store: FeatureStore) -> Source:
-    """Features from disk: every readable sample of the capture."""
+def stored(store: FeatureStore, tap_ids: Sequence[int]) -> Source:
+    """Features from disk: every readable sample of the capture, with the taps that the drafter reads."""
     ids = tuple(sorted(store.lengths))
     lengths = tuple(store.lengths[i] for i in ids)
     return Source(
         ids,
         lengths,
-        lambda places: (store.batch([ids[i] for i in places]), []),
+        lambda places: (store.batch([ids[i] for i in places], tap_ids), []),
         True,
         store.settings["samples"],
     )
@@ -85,7 +85,7 @@ def open_source(
     if store.damaged:
         lost = len(samples) - len(store.lengths) - len(store.rejected)
         log.warning("train.skip_bad: %d samples left out with damaged %s", lost, ", ".join(store.damaged))
-    return stored(store)
+    return stored(store, tap_ids)
 
 
 def _compare_one(target: Target, samples: Sequence[Sample], store: FeatureStore) -> None:

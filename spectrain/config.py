@@ -3,6 +3,7 @@
 Knows nothing of Hydra, torch or files; `spectrain.compose` turns YAML and overrides into one `RunConfig`.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from spectrain.serve_settings import ServeConfig
 from spectrain.server_settings import ServerConfig
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
-ON_REQUEST = ("regenerate", "doctor", "serve_check")
+ON_REQUEST = ("regenerate", "doctor", "serve_check", "compare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +242,22 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    drafters: dict[str, list[str]] = field(default_factory=dict)
+    """By name in the table, the words of the command line that give a drafter, its objective and its
+    optimizer: [recipe=NAME, key=value, ...]; train.passes=0, here or in the recipe, leaves it untrained."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Each drafter is trained and decoded once with each."""
+
+    def __post_init__(self):
+        for name in self.drafters:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"compare.drafters.{name}: expected letters, digits, '_', '-' and '.'")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"compare.seeds={self.seeds}: expected different seeds, at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     dtype: str = "bfloat16"
     """Dtype of the exported weights."""
@@ -277,6 +294,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     device: str = "auto"
     """auto, cpu or cuda."""
@@ -289,7 +307,9 @@ class RunConfig:
         for stage in self.budget_s:
             choose("budget_s", stage, STAGES + ON_REQUEST)
         choose("device", self.device, ("auto", "cpu", "cuda"))
-        decoding = [stage for stage in ("eval", "regenerate", "serve_check") if stage in self.stages]
+        decoding = [
+            stage for stage in ("eval", "regenerate", "serve_check", "compare") if stage in self.stages
+        ]
         if self.target.server.given and (decoding or self.train.eval_every):
             what = f"stages={decoding}" if decoding else f"train.eval_every={self.train.eval_every}"
             raise ValueError(f"target.server: gives states, does not decode; expected none of {what}")
@@ -297,5 +317,7 @@ class RunConfig:
             raise ValueError(
                 "serve.python: stages=serve_check needs it: the Python of an environment with vLLM"
             )
-        if {"prepare", "doctor"} & {*self.stages} and not self.corpus.path:
+        if {"prepare", "doctor", "compare"} & {*self.stages} and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")
+        if "compare" in self.stages and not self.compare.drafters:
+            raise ValueError("compare.drafters={}: expected at least one (recipes/compare_smollm2.yaml)")

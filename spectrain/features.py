@@ -209,7 +209,7 @@ class FeatureStore:
                 f"{self.folder}: captured from another target: {self.settings['target']} there, "
                 f"{target} in this run (target.path, target.dtype)"
             )
-        if self.tap_ids != tuple(tap_ids):
+        if not {*tap_ids} <= {*self.tap_ids}:
             raise ValueError(
                 f"{self.folder}: holds taps {list(self.tap_ids)}, the drafter reads {list(tap_ids)}"
             )
@@ -224,8 +224,9 @@ class FeatureStore:
                 "in this run; run the capture stage again (stages=[capture])"
             )
 
-    def batch(self, sample_ids: Sequence[str]) -> FeatureBatch:
-        """The samples packed in the order given, on the CPU; only their rows are read.
+    def batch(self, sample_ids: Sequence[str], tap_ids: Sequence[int] | None = None) -> FeatureBatch:
+        """The samples packed in the order given, on the CPU, with those taps (None: all that are stored);
+        only their rows are read.
 
         Raises ValueError for an unknown sample and, naming shard and samples, for a file that cannot be read.
         """
@@ -241,7 +242,10 @@ class FeatureStore:
             name: torch.cat([part[name] for part in parts]) for name in ("taps", "final", "lse", "argmax")
         }
         joined["argmax"] = joined["argmax"].long()
-        return FeatureBatch(tokens=pack(samples), tap_ids=self.tap_ids, **joined)
+        tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
+        if tap_ids != self.tap_ids:
+            joined["taps"] = joined["taps"][:, [self.tap_ids.index(k) for k in tap_ids]]
+        return FeatureBatch(tokens=pack(samples), tap_ids=tap_ids, **joined)
 
     def _read(self, file: str, first: int, last: int) -> dict[str, torch.Tensor]:
         path = self.folder / file

@@ -172,22 +172,34 @@ def estimate(
     resamples: int,
     seed: int,
     limit_cost: float = math.nan,
+    trainings: Sequence[int] | None = None,
 ) -> dict[str, Number | list[Number]]:
     """Every number of `ratios` with its 95% percentile bootstrap interval.
 
     prompts: for each text its prompt, whose texts are drawn as a whole; units: the same for TIMED, where a
-    batch of prompts that was timed together is one unit.
+    batch of prompts that was timed together is one unit. trainings: for each text the training of its
+    drafter; trainings are then drawn too, and a text counts as often as its prompt times its training.
     """
     point = ratios(counters.pooled(), length=length, limit_cost=limit_cost)
     spreads = {}
     for is_timed, groups in ((False, prompts), (True, units)):
-        _, group_of = np.unique(np.asarray(groups), return_inverse=True)
-        number = int(group_of.max()) + 1
-        draws = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), size=resamples)
-        total = counters.total(draws[:, group_of].astype(float))
+        rng = np.random.default_rng(seed)
+        weights_BP, number = _drawn(groups, resamples, rng)
+        if trainings is not None:
+            times_BP, other = _drawn(trainings, resamples, rng)
+            weights_BP, number = weights_BP * times_BP, max(number, other)
+        total = counters.total(weights_BP)
         spread = ratios(total, length=length, limit_cost=limit_cost)
         spreads[is_timed] = spread if number > 1 else dict.fromkeys(spread)
     return {name: _numbers(point[name][0], spreads[name in TIMED][name]) for name in point}
+
+
+def _drawn(groups: Sequence, resamples: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """How often each text's group is drawn in each resample [B, P], and the number of groups."""
+    _, group_of = np.unique(np.asarray(groups), return_inverse=True)
+    number = int(group_of.max()) + 1
+    draws = rng.multinomial(number, np.full(number, 1 / number), size=resamples)
+    return draws[:, group_of].astype(float), number
 
 
 def leviathan(alpha: np.ndarray, length: int, c: np.ndarray) -> np.ndarray:

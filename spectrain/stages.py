@@ -4,6 +4,7 @@
     R/config.yaml       the settings of the newest invocation, resolved
     R/provenance.json   one entry per invocation
     R/stages.json       seconds and budget of each stage
+    R/cells/NAME-SEED   a run folder for each cell of a comparison; R/compare.json, R/compare.md
 
 A stage's own fingerprint decides whether its result is reused; this file only says what came out. With
 several processes all capture, train and regenerate; the rest is the first one's. Knows no stage's work: a
@@ -14,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cached_property
@@ -35,7 +36,7 @@ from spectrain.target import Target, load_target
 
 log = logging.getLogger(__name__)
 
-EVERY_PROCESS = ("capture", "train", "regenerate")
+EVERY_PROCESS = ("capture", "train", "regenerate", "compare")
 OUTPUTS = {
     "prepare": ("prepared",),
     "capture": ("features",),
@@ -53,6 +54,14 @@ def run(config: RunConfig) -> Path:
     when an engine does not serve the drafter as it was trained.
     """
     road = Road(config)
+    walk(road)
+    road.process.destroy_process_group()
+    return road.folder
+
+
+def walk(road: "Road") -> None:
+    """Do the stages of `road.config.stages`."""
+    config = road.config
     if road.process.is_main_process:
         _open_folder(road)
     untrained = config.train.passes == 0
@@ -67,35 +76,38 @@ def run(config: RunConfig) -> Path:
         if road.process.is_main_process or stage in EVERY_PROCESS:
             _timed(road, stage)
         road.process.wait_for_everyone()
-    road.process.destroy_process_group()
-    return road.folder
 
 
 class Road:
-    """What the stages of one run share: folder, processes, the target in one dtype at a time."""
+    """What the stages of one run share: folder, processes, the target in one dtype at a time.
 
-    def __init__(self, config: RunConfig):
+    parent: the comparison that this run is a cell of; its prepared/ and features/ are read and its target,
+    which must be this run's, is shared.
+    """
+
+    def __init__(self, config: RunConfig, parent: "Road | None" = None):
         self.config = config
         self.folder = Path(config.run_dir or Path("runs") / config.recipe).expanduser()
+        self.inputs = self.folder if parent is None else parent.folder
+        self._targets: dict[str, Target] = {} if parent is None else parent._targets
         cpu = config.device == "cpu" or config.device == "auto" and not torch.cuda.is_available()
         if not cpu and not torch.cuda.is_available():
             raise ValueError(f"device={config.device!r}: no CUDA device here; expected auto or cpu")
         # A process that waits for the first one's stage must not give up on it.
         wait = {"timeout": timedelta(days=7)} if "WORLD_SIZE" in os.environ else {}
         self.process = PartialState(cpu=cpu, **wait)
-        self._target: Target | None = None
 
     def target(self, dtype: str) -> Target:
         """The target in `dtype`; the one of another dtype is let go first."""
-        if self._target is None or str(self._target.dtype) != f"torch.{dtype}":
-            self._target = None
+        if dtype not in self._targets:
+            self._targets.clear()
             device = str(self.process.device)
-            self._target = load_target(replace(self.config.target, dtype=dtype), device=device)
-        return self._target
+            self._targets[dtype] = load_target(replace(self.config.target, dtype=dtype), device=device)
+        return self._targets[dtype]
 
     @cached_property
     def prepared(self) -> Prepared:
-        folder = self.folder / "prepared"
+        folder = self.inputs / "prepared"
         if not folder.exists():
             raise ValueError(f"{folder}: not there; run the prepare stage (stages=[prepare,...])")
         target = self.target(self.config.target.dtype)
@@ -159,13 +171,17 @@ def prepare(road: Road) -> None:
 
 
 def capture(road: Road) -> None:
+    capture_taps(road, road.new_drafter(road.target(road.config.target.dtype)).taps)
+
+
+def capture_taps(road: Road, tap_ids: Sequence[int]) -> None:
     from spectrain.capture import capture
 
     target, settings = road.target(road.config.target.dtype), road.config.train
     capture(
         target,
         road.prepared.train,
-        road.new_drafter(target).taps,
+        tap_ids,
         road.folder / "features",
         micro_tokens=settings.micro_tokens,
         max_bad_fraction=settings.max_bad_fraction,
@@ -181,16 +197,10 @@ def train(road: Road) -> None:
 
     config = road.config
     stored, served = config.train.features == "stored", config.target.server.given
-    store = FeatureStore.load(road.folder / "features", skip_bad=config.train.skip_bad) if stored else None
+    store = FeatureStore.load(road.inputs / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
     drafter = road.new_drafter(target)
-    # A headline run that the drafter cannot draft is refused now, by drafting three tokens.
-    trial = replace(
-        config,
-        eval=replace(config.eval, max_new_tokens=3),
-        train=replace(config.train, eval_prompts=1),
-    )
-    decode_held_out(trial, target, drafter.eval())
+    try_drafting(config, target, drafter)
     train(
         config,
         target,
@@ -200,6 +210,18 @@ def train(road: Road) -> None:
         road.folder,
         evaluate=None if served else lambda drafter: decode_held_out(config, target, drafter),
     )
+
+
+def try_drafting(config: RunConfig, target: Target, drafter: Any) -> None:
+    """Draft three tokens: a headline run that the drafter cannot draft is refused now, not after training."""
+    from spectrain.eval.run import decode_held_out
+
+    trial = replace(
+        config,
+        eval=replace(config.eval, max_new_tokens=3),
+        train=replace(config.train, eval_prompts=1),
+    )
+    decode_held_out(trial, target, drafter.eval())
 
 
 def evaluate(road: Road) -> None:
@@ -274,6 +296,12 @@ def serve_check(road: Road) -> None:
     serve_check(road.config, load_both, road.folder)
 
 
+def compare(road: Road) -> None:
+    from spectrain.compare import compare
+
+    compare(road)
+
+
 WORK: dict[str, Callable[[Road], None]] = {
     "prepare": prepare,
     "capture": capture,
@@ -284,6 +312,7 @@ WORK: dict[str, Callable[[Road], None]] = {
     "regenerate": regenerate,
     "doctor": doctor,
     "serve_check": serve_check,
+    "compare": compare,
 }
 
 

@@ -118,6 +118,17 @@ def test_other_taps_are_an_error_that_names_both(captured, target):
         FeatureStore.load(folder).check(target.fingerprint(), (0, 3), samples)
 
 
+def test_a_drafter_may_read_some_of_the_stored_taps(captured, target):
+    folder, samples = captured
+    store = FeatureStore.load(folder)
+    store.check(target.fingerprint(), TAPS[1:], samples)
+    ids = [sample.id for sample in samples[:2]]
+    whole, part, none = (store.batch(ids, taps) for taps in (None, TAPS[1:], ()))
+    assert (whole.tap_ids, part.tap_ids, none.tap_ids) == (TAPS, TAPS[1:], ())
+    assert torch.equal(part.taps, whole.taps[:, 1:]) and torch.equal(part.final, whole.final)
+    assert none.taps.shape[1] == 0
+
+
 def test_samples_with_another_mask_are_refused(captured, target):
     folder, samples = captured
     changed = make_sample(samples[0].id, samples[0].ids.tolist(), "S" * len(samples[0].ids))

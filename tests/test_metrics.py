@@ -186,6 +186,23 @@ def test_texts_of_one_prompt_are_drawn_together():
     assert paired == Number(3.0, 3.0, 3.0)
 
 
+def test_of_several_trainings_each_is_drawn_as_a_whole():
+    """Two trainings that always keep 4 and 0 drafts on ten prompts: drawn twice, once each, or twice."""
+    texts = [[chain_round(4)], [chain_round(0)]] * 10
+    given = {"prompts": [i // 2 for i in range(20)], "units": [0] * 20, "length": 4, "seed": 0}
+    tau = estimate(counters(texts), **given, resamples=400, trainings=[0, 1] * 10)["tau"]
+    assert tau == Number(3.0, 1.0, 5.0)
+
+
+def test_prompts_are_drawn_beside_the_trainings():
+    texts = sample_texts()
+    given = {"prompts": range(30), "units": range(30), "length": 4, "resamples": 400, "seed": 3}
+    alone = estimate(counters(texts), **given)["tau"]
+    doubled = {**given, "prompts": [*range(30)] * 2, "units": [*range(30)] * 2}
+    both = estimate(counters(texts * 2), **doubled, trainings=[0] * 30 + [1] * 30)["tau"]
+    assert both == alone  # two trainings that gave the same texts
+
+
 def test_seconds_are_drawn_by_the_batch_that_they_were_measured_on():
     texts = [[chain_round(4)], [chain_round(0)]] * 10  # a batch of both emits 6 tokens in 2 s, against 2
     found = interval(texts, units=[i // 2 for i in range(20)])
