@@ -66,7 +66,7 @@ def test_a_recipe_that_is_not_yaml_is_named(tmp_path):
 KNOWN = ", ".join(recipe_names())
 FAMILIES = ", ".join(families())
 KEYS = ", ".join(RunConfig.__annotations__)
-STAGE_NAMES = "prepare, capture, train, eval, export, report, regenerate, doctor"
+STAGE_NAMES = "prepare, capture, train, eval, export, report, regenerate, doctor, check_export"
 
 
 @pytest.mark.parametrize(
