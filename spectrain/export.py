@@ -203,6 +203,8 @@ def model_card(config: RunConfig, target: Target, drafter, run_dir: Path, engine
         facts["training"] = f"{state['step']:,} steps, {state['counters']['tokens']:,} tokens"
         if state["tau"] is not None:
             facts["tau"] = f"{state['tau']:.3f} on held-out prompts at the end of training"
+    if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
+        facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     use = "\n\n".join(_launch(family, engine, config.eval.runs[0].length) for engine in engines)
     return CARD.format(family=family, facts=lines, use=use, contents=CONTENTS.get(family, HEAD))
