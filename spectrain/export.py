@@ -80,7 +80,7 @@ def _write(config: RunConfig, target: Target, drafter, final: Path, engines: lis
     write = WHOLE_MODELS.get(config.drafter.family, write_head)
     try:
         staging.mkdir(parents=True)
-        worst = write(config, target, drafter, staging, engines[0])
+        worst = write(config, target, drafter, staging, engines)
         card = model_card(config, target, drafter, final.parent.parent, engines)
         write_bytes(staging / "README.md", card.encode())
         if final.exists():
@@ -92,15 +92,15 @@ def _write(config: RunConfig, target: Target, drafter, final: Path, engines: lis
     return final
 
 
-def write_head(config: RunConfig, target: Target, drafter, folder: Path, engine: str) -> float:
+def write_head(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
     """Weights, config and recorded draft of a head; returns the largest difference of a replayed logit."""
-    dtype = getattr(torch, config.export.dtype)
+    engine, dtype = engines[0], getattr(torch, config.export.dtype)
     write_json(folder / "config.json", engine_config(target, drafter, config.export.dtype, engine))
     tensors = {
         name: t.detach().to(dtype if t.is_floating_point() else t.dtype).cpu()
         for name, t in drafter.export_tensors(engine).items()
     }
-    write_tensors(folder / "model.safetensors", tensors, _metadata(config, target, drafter))
+    write_tensors(folder / "model.safetensors", tensors, _metadata(config, target, drafter, engines))
     write_tensors(folder / "check" / "replay.safetensors", record(drafter, target, dtype))
     return check(folder, target)
 
@@ -304,7 +304,7 @@ def _check_rope(where: str, config: dict[str, Any], target: Target) -> None:
         )
 
 
-def _metadata(config: RunConfig, target: Target, drafter) -> dict[str, str]:
+def _metadata(config: RunConfig, target: Target, drafter, engines: list[str]) -> dict[str, str]:
     return {
         "format": "pt",
         "tap_ids": json.dumps(list(drafter.taps)),
@@ -312,4 +312,5 @@ def _metadata(config: RunConfig, target: Target, drafter) -> dict[str, str]:
         "target_path": target.path,
         "target_model_type": target.config.model_type,
         "recipe": config.recipe,
+        "engines": json.dumps(engines),
     }

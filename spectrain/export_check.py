@@ -6,6 +6,7 @@ without such a record has no rule 9. Families that read blocks (rule 8) are not 
 and norms of MTP weights, needs a replay that does not exist yet.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from spectrain.replay_heads import open_replay
 
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
 HEADS = ("eagle3", "eagle1", "medusa")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,23 @@ class DoesNotApply(Exception):
 
 
 def examine_all(folder: Path, target: Any, engines: Sequence[str]) -> None:
-    """Print the findings of a folder, or of every export below it; target: the config of the text model.
+    """Print the findings of a folder for `engines`, or of every export below it for those of them that it was
+    written for; target: the config of the text model.
 
     Raises ValueError naming the rules that failed, or where there is nothing to examine.
     """
-    inside = [folder] if (folder / "config.json").exists() else sorted(folder.glob("*/config.json"))
+    alone = (folder / "config.json").exists()
+    inside = [folder] if alone else [path.parent for path in sorted(folder.glob("*/config.json"))]
     if not inside:
         raise ValueError(f"export.path={folder}: no config.json there or in a folder below it")
     failed = []
     for path in inside:
-        path = path if path.is_dir() else path.parent
-        findings = examine(path, target, engines)
+        written = None if alone else Folder(path, target, tuple(engines)).recorded_engines()
+        meant = engines if written is None else [engine for engine in engines if engine in written]
+        if not meant:
+            log.info("%s: written for %s, not examined for %s", path, written, list(engines))
+            continue
+        findings = examine(path, target, meant)
         print(page(path, findings))
         failed += [f"{path.name}: rule {f.rule}, {f.name}" for f in findings if f.faults]
     if failed:
@@ -72,15 +81,17 @@ def examine(path: Path, target: Any, engines: Sequence[str]) -> list[Finding]:
     """Every rule on one folder."""
     folder, findings = Folder(path, target, tuple(engines)), []
     for number, (name, rule) in enumerate(RULES.items(), 1):
-        faults, absent = [], ""
+        faults: list[str] = []
+        absent = ""
         try:
-            faults = list(rule(folder))
+            for fault in rule(folder):
+                faults.append(fault)  # kept where a later look raises
         except DoesNotApply as error:
             absent = str(error)
         except KeyError as error:
-            faults = [f"config.json: key {error.args[0]} is missing"]
+            faults.append(f"config.json: key {error.args[0]} is missing")
         except ValueError as error:
-            faults = [str(error)]
+            faults.append(str(error))
         findings.append(Finding(number, name, tuple(faults), absent))
     return findings
 
@@ -113,10 +124,10 @@ def keys(e: Folder) -> Iterator[str]:
 
 
 def _rope(e: Folder) -> Iterator[str]:
-    for key in ("rope_theta", "rope_parameters"):
-        if key not in e.config:
-            yield f"key {key} is missing: some readers know no other"
-    found, _ = inv_freq(e.config)
+    config = {key: value for key, value in e.config.items() if value is not None}
+    if "rope_theta" not in config:
+        yield "key rope_theta is missing: some readers know no other"
+    found, _ = inv_freq(config)
     own = getattr(e.target, "rope_parameters", None) or {}
     if "rope_theta" in own and "rope_type" in own:
         head_dim = getattr(e.target, "head_dim", None) or (
@@ -218,7 +229,7 @@ def vocabulary(e: Folder) -> Iterator[str]:
     eos = e.target.eos_token_id
     for token in eos if isinstance(eos, list) else [eos]:
         if token is not None and token not in set(ids.tolist()):
-            yield f"the target's eos {token} is never drafted"
+            log.warning("%s: the target's eos %d is never drafted", e.path, token)
 
 
 def eagle1(e: Folder) -> Iterator[str]:

@@ -160,6 +160,11 @@ class Folder:
         path = self.path / "check" / "replay.safetensors"
         return path if path.exists() else None
 
+    def recorded_engines(self) -> tuple[str, ...] | None:
+        """The engines that a folder was written for, where the file says so."""
+        found = self.metadata.get("engines")
+        return None if found is None else tuple(json.loads(found))
+
     def recorded_taps(self) -> tuple[int, ...] | None:
         """Layer outputs that fc was trained on, where the file says so."""
         found = self.metadata.get("tap_ids")

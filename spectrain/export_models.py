@@ -41,7 +41,7 @@ def rounded(drafter, dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.no_grad()
-def write_standalone(config: RunConfig, target: Target, drafter, folder: Path, engine: str) -> float:
+def write_standalone(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
     """The draft model as `save_pretrained` writes it, with the target's tokenizer; returns the largest
     difference of a logit between the folder, loaded alone, and the drafter.
 
@@ -65,7 +65,7 @@ def write_standalone(config: RunConfig, target: Target, drafter, folder: Path, e
     return worst
 
 
-def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engine: str) -> float:
+def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
     """The target's folder with the drafter's blocks; returns 0, since all that was written is read back
     equal.
 
@@ -76,9 +76,9 @@ def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engine: 
     inner = own.get("text_config", own)
     if "quantization_config" in own:
         raise ValueError(f"{source}: a quantised target; its MTP weights cannot be replaced by plain ones")
-    inner |= drafter.engine_config(target, engine)
+    inner |= drafter.engine_config(target, engines[0])
     dtype = getattr(torch, config.export.dtype)
-    new = {name: t.detach().to(dtype).cpu() for name, t in drafter.export_tensors(engine).items()}
+    new = {name: t.detach().to(dtype).cpu() for name, t in drafter.export_tensors(engines[0]).items()}
     weights = _weight_map(source)
     for name in sorted({*weights.values()}):
         _shard(source / name, folder / name, set(new))

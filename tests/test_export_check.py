@@ -254,12 +254,13 @@ def test_a_folder_of_others_has_no_recorded_draft_and_engines_must_agree(copy):
 
 def test_all_exports_below_a_folder_are_examined_and_failures_are_named(good, target, tmp_path, capsys):
     copied = shutil.copytree(good, tmp_path / "export")
-    shutil.rmtree(copied / "eagle1-sglang")
-    examine_all(copied / "eagle3", target.config, ENGINES)
-    with pytest.raises(ValueError, match="medusa: rule 1, config keys") as error:
+    examine_all(copied, target.config, ENGINES)
+    (copied / "medusa" / "medusa_lm_head.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="medusa: rule 11, values$"):
         examine_all(copied, target.config, ENGINES)
-    assert "eagle3: rule" not in str(error.value)
-    assert "sglang wants no medusa" in capsys.readouterr().out
+    assert "FAIL 11 values" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="eagle1: rule 1, config keys; eagle1: rule 6"):
+        examine_all(copied / "eagle1", target.config, ENGINES)
 
 
 def test_a_folder_without_an_export_is_an_error(tmp_path, target):
