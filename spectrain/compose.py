@@ -81,13 +81,15 @@ def typed(values: dict[str, Any]) -> RunConfig:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """Key and value of one word, with the short forms target=PATH and stages=a[,b] written out."""
+    """Key and value of one word, with the short forms target=PATH, path=FOLDER, engine=a[,b] and
+    stages=a[,b] written out."""
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise ValueError(f"{word!r}: expected key=value (python -m spectrain --help)")
     if key == "target" and not value.startswith("{"):
         key = "target.path"
-    if key == "stages" and not value.startswith("["):
+    key = {"path": "export.path", "engine": "export.engine"}.get(key, key)
+    if key in ("stages", "export.engine") and not value.startswith("["):
         value = f"[{value}]"
     return key, value
 

@@ -13,7 +13,8 @@ from spectrain.serve_settings import ServeConfig
 from spectrain.server_settings import ServerConfig
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
-ON_REQUEST = ("regenerate", "doctor", "serve_check", "compare")
+ON_REQUEST = ("regenerate", "doctor", "serve_check", "compare", "check_export")
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +262,17 @@ class CompareConfig:
 class ExportConfig:
     dtype: str = "bfloat16"
     """Dtype of the exported weights."""
+    engine: list[str] = field(default_factory=lambda: ["vllm"])
+    """Engines to write for; which family goes to which: docs/export.md. Short form: engine=[..]."""
+    path: str = ""
+    """Folder that the check_export stage examines; empty: those in the run folder's export/. Short form:
+    path=FOLDER."""
 
     def __post_init__(self):
+        if not self.engine:
+            raise ValueError("export.engine=[]: expected at least one engine")
+        for engine in self.engine:
+            choose("export.engine", engine, ENGINES)
         choose("export.dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 

@@ -1,10 +1,11 @@
-"""Write a drafter as the folder that vLLM and SGLang load, and prove that it computes what was trained.
+"""Write a drafter as the folders that engines load, and prove that each computes what was trained.
 
-The family names its tensors and config keys (`export_names`, `engine_config`); this file adds what every
-export has: both rotary dialects, both dtype keys, vocabulary sizes, d2t offsets, metadata, model card.
-Weights go from the state dict to the file; no model is built on the way. Knows no engine's code.
+The family names its engines, tensors and config keys (`SERVED`, `export_tensors`, `engine_config`); this file
+adds what every export of a head has: both rotary dialects, both dtype keys, metadata, model card. Weights go
+from the state dict to the file; no model is built on the way. Families that are written as a whole model:
+`export_models.py`. Knows no engine's code.
 
-A finished folder holds
+A finished folder of a head holds
     config.json, model.safetensors    what an engine reads
     check/replay.safetensors          fixed random states and the drafter's own decode-loop logits on them
     README.md                         the model card
@@ -13,8 +14,7 @@ A finished folder holds
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,83 +23,112 @@ import torch
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
 from spectrain.checkpoint import best, check_target
 from spectrain.checks import choose
-from spectrain.config import RunConfig
-from spectrain.drafters.vocab import vocabulary_maps
+from spectrain.config import ExportConfig, RunConfig
+from spectrain.export_forms import forms, method
+from spectrain.export_models import rounded, write_mtp, write_standalone
 from spectrain.proposal import Observation, Plan
 from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq
+from spectrain.replay_heads import open_replay
 from spectrain.target import Target
 
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
+SHOWN = 64  # rows of the target's head in the recorded draft of a family that drafts through it
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
+WHOLE_MODELS = {"mtp": write_mtp, "standalone": write_standalone}
 
 CARD = """\
 # A draft model for speculative decoding
 
-An {family} drafter. It works with its target only, and does not change the target's text.
+Family {family}. It works with its target only, and does not change the target's text.
 
 {facts}
 
 ## Use
 
-vLLM: `--speculative-config '{{"method": "{family}", "model": "FOLDER", "num_speculative_tokens": {length}}}'`
+{use}
 
-SGLang: `--speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER`
-
-The embedding is the target's and is not in this folder. `check/` holds a recorded draft of the trained
-drafter; spectrain replays it from these files.
+{contents}
 """
+CONTENTS = {
+    "mtp": "This folder is the target with other MTP weights (`mtp.safetensors`); its other weights are "
+    "links.",
+    "standalone": "This folder is an ordinary model.",
+}
+HEAD = (
+    "The embedding is the target's and is not in this folder. `check/` holds a recorded draft of the trained "
+    "drafter; `stages=check_export path=FOLDER` replays it from these files."
+)
 
 log = logging.getLogger(__name__)
 
 
-def export(config: RunConfig, target: Target, drafter, folder: Path) -> Path:
-    """Write `folder`/FAMILY, check it, then give it its name; returns its path.
+def export(config: RunConfig, target: Target, drafter, folder: Path) -> list[Path]:
+    """Write, for the engines of the settings, each form of the family below `folder`, check it, then give it
+    its name; returns their paths.
 
-    drafter: the trained module. Raises ValueError where the files would not compute the drafter's logits.
+    drafter: the trained module. Raises ValueError where an engine serves no such drafter, or the files would
+    not compute the drafter's logits.
     """
-    dtype = getattr(torch, config.export.dtype)
-    final = folder / config.drafter.family
-    staging = folder / f".{final.name}.partial"
+    check_untrained(target, drafter, config.export)
+    found = forms(config.drafter.family, config.export.engine)
+    return [_write(config, target, drafter, folder / name, engines) for name, engines in found.items()]
+
+
+def _write(config: RunConfig, target: Target, drafter, final: Path, engines: list[str]) -> Path:
+    staging = final.parent / f".{final.name}.partial"
     shutil.rmtree(staging, ignore_errors=True)
+    write = WHOLE_MODELS.get(config.drafter.family, write_head)
     try:
-        write_json(staging / "config.json", engine_config(target, drafter, config.export.dtype))
-        names = drafter.export_names("vllm")
-        tensors = {names[name]: t.detach().to(dtype).cpu() for name, t in drafter.state_dict().items()}
-        tensors |= vocabulary_maps(drafter.kept_ids.cpu(), target.vocab_size)
-        write_tensors(staging / "model.safetensors", tensors, _metadata(config, target, drafter))
-        write_tensors(staging / "check" / "replay.safetensors", record(drafter, target, dtype))
-        worst = check(staging, target)
-        write_bytes(staging / "README.md", model_card(config, target, drafter, folder.parent).encode())
+        staging.mkdir(parents=True)
+        worst = write(config, target, drafter, staging, engines)
+        card = model_card(config, target, drafter, final.parent.parent, engines)
+        write_bytes(staging / "README.md", card.encode())
         if final.exists():
             shutil.rmtree(final)
         staging.rename(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    log.info("exported %s: replayed logits differ by %.2g", final, worst)
+    log.info("exported %s for %s: it differs by %.2g", final, ", ".join(engines), worst)
     return final
 
 
+def write_head(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
+    """Weights, config and recorded draft of a head; returns the largest difference of a replayed logit."""
+    engine, dtype = engines[0], getattr(torch, config.export.dtype)
+    write_json(folder / "config.json", engine_config(target, drafter, config.export.dtype, engine))
+    tensors = {
+        name: t.detach().to(dtype if t.is_floating_point() else t.dtype).cpu()
+        for name, t in drafter.export_tensors(engine).items()
+    }
+    write_tensors(folder / "model.safetensors", tensors, _metadata(config, target, drafter, engines))
+    write_tensors(folder / "check" / "replay.safetensors", record(drafter, target, dtype))
+    return check(folder, target)
+
+
 def check(folder: Path, target: Target) -> float:
-    """Reload an exported folder alone; compare it with the target and with the drafter's recorded logits.
+    """Reload an exported head's folder alone; compare it with the target and with the drafter's recorded
+    logits.
 
     Returns the largest difference of a logit. Raises ValueError naming file, key or tensor where the folder
     is not complete, was made for another target, or computes other logits.
     """
-    replay = Replay(folder)
+    replay = open_replay(folder)
     weights = folder / "model.safetensors"
     check_target(folder, json.loads(replay.metadata["target"]), target.fingerprint())
     if replay.config["vocab_size"] != target.vocab_size:
         raise ValueError(
             f"{folder}: vocab_size={replay.config['vocab_size']}: target has {target.vocab_size}"
         )
-    _check_shape(str(folder / "config.json"), replay.config, replay.tap_ids, target)
-    outside = sorted(set(target.stop_ids()) - set(replay.target_ids.tolist()))
-    if outside:
-        log.warning("%s: stop ids %s are outside the draft vocabulary and are never drafted", folder, outside)
+    if isinstance(replay, Replay):
+        _check_taps(str(folder / "config.json"), replay.tap_ids, target)
+        outside = sorted(set(target.stop_ids()) - set(replay.target_ids.tolist()))
+        if outside:
+            log.warning(
+                "%s: stop ids %s are outside the draft vocabulary and are never drafted", folder, outside
+            )
+    _check_rope(str(folder / "config.json"), replay.config, target)
     fixture = read_tensors(folder / "check" / "replay.safetensors")
-    taps, embeds, rows = fixture["taps"], fixture["embeds"], len(fixture["taps"])
-    logits = replay.draft(taps, embeds[:rows], torch.arange(rows), embeds[rows:])[:, replay.target_ids]
-    worst = (logits - fixture["logits"]).abs().max().item()
+    worst = (replay.replayed(fixture) - fixture["logits"]).abs().max().item()
     bound = TOLERANCE * max(1.0, fixture["logits"].abs().max().item())
     if not worst <= bound:
         raise ValueError(
@@ -108,24 +137,33 @@ def check(folder: Path, target: Target) -> float:
     return worst
 
 
-def check_untrained(target: Target, drafter, dtype: str) -> None:
-    """Raise ValueError now for a drafter whose shape `check` would refuse after its training."""
-    _check_shape("export", engine_config(target, drafter, dtype), drafter.taps, target)
+def check_untrained(target: Target, drafter, settings: ExportConfig) -> None:
+    """Raise ValueError now for a drafter that no engine of the settings serves, or whose shape `check` would
+    refuse after its training."""
+    family = drafter.config.family
+    for engine in settings.engine:
+        config = drafter.engine_config(target, engine)
+        forms(family, [engine])
+        if family not in WHOLE_MODELS:
+            config = engine_config(target, drafter, settings.dtype, engine)
+            _check_rope("export", config, target)
+        if family == "eagle3":
+            check_config("export", config)
+            _check_taps("export", drafter.taps, target)
 
 
-def engine_config(target: Target, drafter, dtype: str) -> dict[str, Any]:
-    """All of config.json: the family's keys and those of every export.
+def engine_config(target: Target, drafter, dtype: str, engine: str) -> dict[str, Any]:
+    """All of a head's config.json: the family's keys and those of every export.
 
     Raises ValueError on an unknown rope type.
     """
-    own = drafter.engine_config(target)
+    own = drafter.engine_config(target, engine)
     special = {key: target.config.to_dict().get(key) for key in ("bos_token_id", "eos_token_id")}
     return {
         **own,
-        **rope_dialects(own["rope_parameters"]),
+        **(rope_dialects(own["rope_parameters"]) if "rope_parameters" in own else {}),
         **{key: value for key, value in special.items() if value is not None},
         "vocab_size": target.vocab_size,
-        "draft_vocab_size": len(drafter.kept_ids),
         "tie_word_embeddings": False,
         "use_cache": True,
         "dtype": dtype,
@@ -147,8 +185,9 @@ def rope_dialects(rope: dict[str, Any]) -> dict[str, Any]:
     return dialects
 
 
-def model_card(config: RunConfig, target: Target, drafter, run_dir: Path) -> str:
-    """README.md: what the drafter was trained on, for how long, what it reaches, and how it is served."""
+def model_card(config: RunConfig, target: Target, drafter, run_dir: Path, engines: Sequence[str]) -> str:
+    """README.md: what the drafter was trained on, for how long, what it reaches, and how `engines` serve
+    it."""
     family = config.drafter.family
     facts = {
         "recipe": config.recipe,
@@ -164,10 +203,22 @@ def model_card(config: RunConfig, target: Target, drafter, run_dir: Path) -> str
         facts["training"] = f"{state['step']:,} steps, {state['counters']['tokens']:,} tokens"
         if state["tau"] is not None:
             facts["tau"] = f"{state['tau']:.3f} on held-out prompts at the end of training"
+    if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
+        facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return CARD.format(
-        family=family, algorithm=family.upper(), facts=lines, length=config.eval.runs[0].length
-    )
+    use = "\n\n".join(_launch(family, engine, config.eval.runs[0].length) for engine in engines)
+    return CARD.format(family=family, facts=lines, use=use, contents=CONTENTS.get(family, HEAD))
+
+
+def _launch(family: str, engine: str, length: int) -> str:
+    """How an engine is started with the folder of the drafter; with MTP, the folder is the target too."""
+    name, inside = method(family, engine), family == "mtp"
+    if engine == "sglang":
+        where = "--model-path FOLDER" if inside else "--speculative-draft-model-path FOLDER"
+        return f"SGLang: `--speculative-algorithm {name} {where}`"
+    settings = {"method": name, **({} if inside else {"model": "FOLDER"}), "num_speculative_tokens": length}
+    serve = "vllm serve FOLDER " if inside else ""
+    return f"vLLM: `{serve}--speculative-config '{json.dumps(settings)}'`"
 
 
 class _Recorder:
@@ -203,50 +254,47 @@ class _Recorder:
 def record(drafter, target: Target, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Fixed random states, and what the drafter's decode loop gives on them with weights rounded to `dtype`.
 
-    A chain of S + 1 draws from T rows: taps [T, L, E]; embeds [T + S, D] of the rows' tokens and the first S
-    draws; logits [S + 1, W] of each draw over the draft vocabulary. All are float32.
+    A chain of S + 1 draws from T rows: taps [T, L, E] of a family that has some, else final [T, E]; embeds
+    [T + S, D] of the rows' tokens and the first S draws; logits [S + 1, W] of each draw over the draft
+    vocabulary. A family that drafts through the target's head has some of its rows, head [N, E], and the
+    logits [S + 1, N] of those. All are float32.
     """
     generator = torch.Generator().manual_seed(CHECK_SEED)
     taps = torch.randn(CHECK_ROWS, len(drafter.taps), target.hidden_size, generator=generator)
     final = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator)
     next_ids = torch.randint(target.vocab_size, (CHECK_ROWS,), generator=generator)
     recorder, device = _Recorder(), target.device
-    with _rounded(drafter, dtype):
+    steps = min(CHECK_STEPS, drafter.config.heads) if drafter.config.family == "medusa" else CHECK_STEPS
+    with rounded(drafter, dtype):
         drafting = drafter.start(1, CHECK_ROWS + CHECK_STEPS + 1)
         seen = Observation(
             request=0, start=0, next_ids=next_ids.to(device), taps=taps.to(device), final=final.to(device)
         )
         drafting.observe([seen])
-        (proposal,) = drafting.propose([0], Plan(shape="chain", length=CHECK_STEPS), recorder)
+        (proposal,) = drafting.propose([0], Plan(shape="chain", length=steps), recorder)
     logits_SV, kept = torch.cat(recorder.logits), drafter.kept_ids.cpu()
-    assert logits_SV.shape == (CHECK_STEPS, target.vocab_size), f"a chain of 3 gave logits {logits_SV.shape}"
-    assert (logits_SV > -torch.inf).sum() == CHECK_STEPS * len(kept), (
-        "ids outside the draft vocabulary have q > 0"
-    )
+    assert logits_SV.shape == (steps, target.vocab_size), f"a chain of {steps} gave logits {logits_SV.shape}"
+    assert (logits_SV > -torch.inf).sum() == steps * len(kept), "ids outside the draft vocabulary have q > 0"
     used = torch.cat((next_ids.to(device), proposal.tokens[:-1].to(device)))
-    embeds = target.embedding(used).float().cpu()
-    return {"taps": taps, "embeds": embeds, "logits": logits_SV[:, kept].contiguous()}
+    found = {"taps": taps} if len(drafter.taps) else {"final": final}
+    found["embeds"] = target.embedding(used).float().cpu()
+    if drafter.config.family == "eagle1":
+        shown = torch.arange(0, len(kept), max(1, len(kept) // SHOWN))
+        found["head"], kept = drafter.head_weight()[shown.to(device)].float().cpu(), kept[shown]
+    return {**found, "logits": logits_SV[:, kept].contiguous()}
 
 
-@contextmanager
-def _rounded(drafter, dtype: torch.dtype) -> Iterator[None]:
-    """The drafter with weights rounded to `dtype` and held in float32, put back at the end."""
-    original = [(p, p.data) for p in drafter.parameters()]
-    try:
-        for p, data in original:
-            p.data = data.to(dtype).float()
-        yield
-    finally:
-        for p, data in original:
-            p.data = data
-
-
-def _check_shape(where: str, config: dict[str, Any], taps: Sequence[int], target: Target) -> None:
-    """Engines must know the graph and reach the taps; the frequencies of the config must be among the rotary
-    buffers of the target's decoder."""
-    check_config(where, config)
+def _check_taps(where: str, taps: Sequence[int], target: Target) -> None:
+    """Engines must reach the taps."""
     if taps[-1] > target.num_layers - 2:
         raise ValueError(f"{where}: layer {taps[-1]} is tapped: engines capture 0 to {target.num_layers - 2}")
+
+
+def _check_rope(where: str, config: dict[str, Any], target: Target) -> None:
+    """The frequencies of the config, if it has some, must be among the rotary buffers of the target's
+    decoder."""
+    if "rope_parameters" not in config:
+        return
     found, _ = inv_freq(config)
     own = [b.float().cpu() for name, b in target.decoder.named_buffers() if name.endswith("inv_freq")]
     if own and not any(b.shape == found.shape and torch.allclose(b, found, 1e-5) for b in own):
@@ -256,7 +304,7 @@ def _check_shape(where: str, config: dict[str, Any], taps: Sequence[int], target
         )
 
 
-def _metadata(config: RunConfig, target: Target, drafter) -> dict[str, str]:
+def _metadata(config: RunConfig, target: Target, drafter, engines: list[str]) -> dict[str, str]:
     return {
         "format": "pt",
         "tap_ids": json.dumps(list(drafter.taps)),
@@ -264,4 +312,5 @@ def _metadata(config: RunConfig, target: Target, drafter) -> dict[str, str]:
         "target_path": target.path,
         "target_model_type": target.config.model_type,
         "recipe": config.recipe,
+        "engines": json.dumps(engines),
     }

@@ -14,6 +14,7 @@ G key/value heads, K head dim, L captured layers, E hidden size of the target.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,12 @@ class Replay:
         path = folder / "model.safetensors"
         self.config = _read_config(folder / "config.json")
         self.inv_freq, self.rope_scale = inv_freq(self.config)
-        self.metadata, stored = _read_tensors(path)
+        self.metadata, stored = read_stored(path)
+        for key in ("tap_ids", "target", "target_model_type"):
+            if key not in self.metadata:
+                raise ValueError(f"{path}: no {key} in the file's metadata: spectrain did not write it")
         self.tap_ids = _tap_ids(folder / "config.json", self.config, self.metadata)
-        _check_tensors(path, self.config, stored)
+        check_tensors(path, expected_shapes(self.config), self.config["dtype"], stored)
         self.target_ids = _target_ids(path, self.config, stored)
         self.tensors = {name: t.float() for name, t in stored.items() if t.is_floating_point()}
 
@@ -97,28 +101,53 @@ class Replay:
         q, k, v = (pair_T2D @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
         q_HTK = self._rotate(q.unflatten(-1, (H, K)).transpose(0, 1), positions_T)
         k_GTK = self._rotate(k.unflatten(-1, (G, K)).transpose(0, 1), positions_T)
-        past.append((k_GTK, v.unflatten(-1, (G, K)).transpose(0, 1)))
-        k_HSK, v_HSK = (torch.cat(parts, 1).repeat_interleave(H // G, 0) for parts in zip(*past, strict=True))
-        T, S = q_HTK.shape[1], k_HSK.shape[1]
-        scores = q_HTK @ k_HSK.transpose(1, 2) / math.sqrt(K)
-        scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
-        seen_THK = (torch.softmax(scores, -1) @ v_HSK).transpose(0, 1)
+        seen_TX = attend(q_HTK, k_GTK, v.unflatten(-1, (G, K)).transpose(0, 1), past)
         residual_TD = normed_TD if self.config["norm_before_residual"] else state_TD
-        middle_TD = residual_TD + seen_THK.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        middle_TD = residual_TD + seen_TX @ w["midlayer.self_attn.o_proj.weight"].T
         x_TD = self._norm(middle_TD, "midlayer.post_attention_layernorm.weight")
         gate_TF, up_TF = (x_TD @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         return middle_TD + (torch.nn.functional.silu(gate_TF) * up_TF) @ w["midlayer.mlp.down_proj.weight"].T
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        variance = x.square().mean(-1, keepdim=True)
-        return x * torch.rsqrt(variance + self.config["rms_norm_eps"]) * self.tensors[name]
+        return rms_norm(x, self.tensors[name], self.config["rms_norm_eps"])
 
     def _rotate(self, x_HTK: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding; dimension i is paired with i + K / 2."""
-        angle = positions_T.float()[:, None] * self.inv_freq
-        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
-        a, b = x_HTK.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return rotate(x_HTK, positions_T, self.inv_freq, self.rope_scale)
+
+    def replayed(self, fixture: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the recorded draft `fixture` should hold as `logits` [S + 1, W], from this folder alone."""
+        taps, embeds, rows = fixture["taps"], fixture["embeds"], len(fixture["taps"])
+        return self.draft(taps, embeds[:rows], torch.arange(rows), embeds[rows:])[:, self.target_ids]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(
+    x_HTK: torch.Tensor, positions_T: torch.Tensor, inv_freq: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Rotary embedding; dimension i is paired with i + K / 2."""
+    angle = positions_T.float()[:, None] * inv_freq
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    a, b = x_HTK.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attend(
+    q_HTK: torch.Tensor,
+    k_GTK: torch.Tensor,
+    v_GTK: torch.Tensor,
+    past: list[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Causal attention [T, H K] of the newest T rows, whose keys and values are added to `past`."""
+    past.append((k_GTK, v_GTK))
+    share = len(q_HTK) // len(k_GTK)
+    k_HSK, v_HSK = (torch.cat(parts, 1).repeat_interleave(share, 0) for parts in zip(*past, strict=True))
+    T, S = q_HTK.shape[1], k_HSK.shape[1]
+    scores = q_HTK @ k_HSK.transpose(1, 2) / math.sqrt(q_HTK.shape[2])
+    scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
+    return (torch.softmax(scores, -1) @ v_HSK).transpose(0, 1).flatten(1)
 
 
 def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
@@ -224,7 +253,7 @@ def _refuse_null(where: str, value: Any, key: str) -> None:
         _refuse_null(where, item, f"{key}.{name}".lstrip("."))
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def read_stored(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     try:
@@ -233,9 +262,6 @@ def _read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged safetensors file ({error})") from None
-    for key in ("tap_ids", "target", "target_model_type"):
-        if key not in metadata:
-            raise ValueError(f"{path}: no {key} in the file's metadata: spectrain did not write it")
     return metadata, tensors
 
 
@@ -270,21 +296,24 @@ def sglang_shift(target_model_type: str, first_id: int) -> int:
     return int(target_model_type not in sometimes or first_id == 1)
 
 
-def _check_tensors(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    shapes = expected_shapes(config)
+def check_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], floats: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ValueError naming the first tensor that is missing, of another shape or dtype (`floats` but for
+    maps of ids), not finite or not among `shapes`."""
     for name, shape in shapes.items():
         if name not in tensors:
             raise ValueError(f"{path}: tensor {name} is missing; an engine would leave it random")
         found = tuple(tensors[name].shape)
         if found != shape:
             raise ValueError(f"{path}: tensor {name} has shape {found}: expected {shape}")
-        dtype = {"d2t": "int64", "t2d": "bool"}.get(name, config["dtype"])
+        dtype = {"d2t": "int64", "t2d": "bool", "token_map": "int64"}.get(name, floats)
         if str(tensors[name].dtype) != f"torch.{dtype}":
             raise ValueError(f"{path}: tensor {name} has dtype {tensors[name].dtype}: expected {dtype}")
         if not tensors[name].isfinite().all():
             raise ValueError(f"{path}: tensor {name} holds values that are not finite")
     if extra := sorted(set(tensors) - set(shapes)):
-        raise ValueError(f"{path}: tensor {extra[0]} is not part of an EAGLE-3 export")
+        raise ValueError(f"{path}: tensor {extra[0]} is not part of this export")
 
 
 def _target_ids(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:

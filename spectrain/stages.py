@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class Road:
         if "export" in config.stages:
             from spectrain.export import check_untrained
 
-            check_untrained(target, drafter, config.export.dtype)
+            check_untrained(target, drafter, config.export)
         return drafter
 
     def trained_drafter(self, target: Target) -> Any:
@@ -242,9 +242,23 @@ def export(road: Road) -> None:
     settings = {
         "checkpoint": hash_file(best / "manifest.json"),
         "target": target.fingerprint(),
-        "export": asdict(road.config.export),
+        "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},
     }
-    reuse_or_run(folder, settings, lambda: {"folder": str(export(road.config, target, drafter, folder).name)})
+    made = partial(export, road.config, target, drafter, folder)
+    reuse_or_run(folder, settings, lambda: {"folders": [path.name for path in made()]})
+
+
+def check_export(road: Road) -> None:
+    from transformers import AutoConfig
+
+    from spectrain.export_check import examine_all
+    from spectrain.target import resolve_path
+
+    settings, target = road.config.export, road.config.target
+    folder = Path(settings.path).expanduser() if settings.path else road.folder / "export"
+    path = resolve_path(target.path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=target.trust_remote_code)
+    examine_all(folder, config.get_text_config(), settings.engine)
 
 
 def report(road: Road) -> None:
@@ -313,6 +327,7 @@ WORK: dict[str, Callable[[Road], None]] = {
     "doctor": doctor,
     "serve_check": serve_check,
     "compare": compare,
+    "check_export": check_export,
 }
 
 

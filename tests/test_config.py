@@ -25,6 +25,18 @@ def test_command_line_wins_over_recipe():
     assert quickstart("train.passes=9").train.passes == 9.0
 
 
+def test_engine_and_path_are_short_for_those_of_the_export():
+    found = compose(
+        ["recipe=quickstart", "stages=check_export", "engine=vllm,sglang", "path=/a b/(c)"]
+    ).export
+    assert (found.engine, found.path) == (["vllm", "sglang"], "/a b/(c)")
+
+
+def test_an_engine_that_is_not_known_is_refused_with_its_key():
+    with pytest.raises(ValueError, match="export.engine='tgi': expected one of vllm, sglang"):
+        compose(["recipe=quickstart", "engine=tgi"])
+
+
 def test_target_is_short_for_its_path_and_takes_any_character():
     assert quickstart("target=/models/my (new) model, v=2").target.path == "/models/my (new) model, v=2"
 
@@ -66,7 +78,9 @@ def test_a_recipe_that_is_not_yaml_is_named(tmp_path):
 KNOWN = ", ".join(recipe_names())
 FAMILIES = ", ".join(families())
 KEYS = ", ".join(RunConfig.__annotations__)
-STAGE_NAMES = "prepare, capture, train, eval, export, report, regenerate, doctor, serve_check, compare"
+STAGE_NAMES = (
+    "prepare, capture, train, eval, export, report, regenerate, doctor, serve_check, compare, check_export"
+)
 
 
 @pytest.mark.parametrize(

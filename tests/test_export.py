@@ -53,7 +53,8 @@ def drafter_for(target, *, kept=None, taps=(0, 1, 2), **settings):
 def exported(target, tmp_path, *, dtype="bfloat16", **changes):
     drafter = drafter_for(target, **changes)
     config = RunConfig(recipe="trial", drafter=drafter.config, export=ExportConfig(dtype=dtype))
-    return export(config, target, drafter, tmp_path / "export")
+    (folder,) = export(config, target, drafter, tmp_path / "export")
+    return folder
 
 
 def read_config(folder):
@@ -69,7 +70,7 @@ def rewrite(folder, **changes):
 @pytest.mark.case("O-C01")
 def test_layer_outputs_0_1_2_are_capture_points_1_2_3():
     target = Target(ladder_llama())
-    config = engine_config(target, drafter_for(target, taps=(0, 1, 2)), "float32")
+    config = engine_config(target, drafter_for(target, taps=(0, 1, 2)), "float32", "vllm")
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
 
@@ -84,9 +85,12 @@ def test_targets_to_which_sglang_adds_one_only_after_a_first_id_of_one(taps, nes
     drafter.taps = taps
     if nested is None:
         with pytest.raises(ValueError, match=r"drafter.taps=\[0, 1, 2\]"):
-            drafter.engine_config(target)
+            drafter.engine_config(target, "sglang")
     else:
-        assert drafter.engine_config(target)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == nested
+        assert (
+            drafter.engine_config(target, "sglang")["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+            == nested
+        )
 
 
 def test_a_tap_that_no_engine_captures_is_an_error(tmp_path):
@@ -180,18 +184,18 @@ def test_an_unknown_rope_type_is_an_error():
 def test_what_no_engine_can_serve_is_refused_before_training(taps, rope, message):
     target = llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **rope})
     with pytest.raises(ValueError, match=message):
-        check_untrained(target, drafter_for(target, taps=taps), "bfloat16")
+        check_untrained(target, drafter_for(target, taps=taps), ExportConfig())
 
 
 def test_a_width_that_the_check_does_not_know_is_refused_before_training():
     target = llama()
     with pytest.raises(ValueError, match="drafter.width=16: expected 0 for the export"):
-        check_untrained(target, drafter_for(target, width=16), "bfloat16")
+        check_untrained(target, drafter_for(target, width=16), ExportConfig())
 
 
 def test_a_drafter_that_can_be_exported_passes_the_check_before_training():
     for target in (llama(), qwen3()):
-        check_untrained(target, drafter_for(target), "bfloat16")
+        check_untrained(target, drafter_for(target), ExportConfig())
 
 
 @pytest.mark.case("O-E02")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -246,3 +247,12 @@ def test_what_the_drafter_cannot_draft_is_refused_before_its_training(inputs, tm
     assert spectrain(inputs, tmp_path / "run", *words) == 2
     assert "chain of length 3: the drafter has 2 heads" in capsys.readouterr().err
     assert not (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/checkpoints").exists()
+
+
+def test_the_exports_of_a_run_are_checked_and_a_folder_by_its_path(finished, inputs, capsys, tmp_path):
+    assert spectrain(inputs, finished, "stages=check_export", "engine=[vllm,sglang]") == 0
+    assert "PASS  9 numeric replay" in capsys.readouterr().out
+    folder = shutil.copytree(finished / "export" / "eagle3", tmp_path / "served")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert spectrain(inputs, finished, "stages=check_export", f"path={folder}") == 2
+    assert "served: rule 11, values" in capsys.readouterr().err

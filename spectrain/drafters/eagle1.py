@@ -31,6 +31,9 @@ from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import ATTENTION, Layout, Target
 
+SERVED = {"vllm": ("eagle1", "eagle"), "sglang": ("eagle1-sglang", "EAGLE")}
+NOT_SERVED: dict[str, str] = {}
+ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 NOISE_TOKENS = 512  # of the reference, which halves the noise of a document twice as long
 
 
@@ -142,15 +145,23 @@ class Eagle1(nn.Module):
         """fc, layers and head at each step."""
         return sum(p.numel() for p in self.parameters()) + self.head.numel(), 0
 
-    def export_names(self, engine: str) -> dict[str, str]:
-        """Our tensor names to those of vLLM and SGLang, which are the same; SGLang wants a zero fc.bias."""
-        return {name: name for name in self.state_dict()}
+    def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
+        """The file's tensors by the names of vLLM and SGLang, which are the same. SGLang's fc has a bias,
+        which stays random where the file has none; vLLM's has none."""
+        bias = {"fc.bias": torch.zeros(len(self.fc.weight))} if engine == "sglang" else {}
+        return {**self.state_dict(), **bias}
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
-        """config.json's keys of this family for vLLM; SGLang wants architectures LlamaForCausalLMEagle."""
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
+        """config.json's keys of this family. Raises ValueError for a reduced draft vocabulary: engines draft
+        through the target's whole head."""
+        if len(self.kept_ids) != self.vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the export of EAGLE-1, "
+                "which engines draft through the target's whole head"
+            )
         shape = self.draft_config.to_dict()
         return {
-            "architectures": ["EagleLlamaForCausalLM"],
+            "architectures": [ARCHITECTURES[engine]],
             **{key: shape[key] for key in SHAPE_KEYS},
             "num_hidden_layers": self.config.layers,
         }

@@ -34,10 +34,14 @@ from spectrain.drafters.layers import (
     supervised_rows,
 )
 from spectrain.drafters.unroll import document_begins, runs
+from spectrain.drafters.vocab import vocabulary_maps
 from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Own, ttt_attention
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Target
+
+SERVED = {"vllm": ("eagle3", "eagle3"), "sglang": ("eagle3", "EAGLE3")}
+NOT_SERVED: dict[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +247,11 @@ class Eagle3(nn.Module):
         once = self.fc.weight.numel()
         return sum(p.numel() for p in self.parameters()) - once, once
 
-    def export_names(self, engine: str) -> dict[str, str]:
-        """Our tensor names to those of vLLM and SGLang, which are the same."""
-        return {name: name for name in self.state_dict()}
+    def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
+        """The file's tensors by the names of vLLM and SGLang, which are the same."""
+        return {**self.state_dict(), **vocabulary_maps(self.kept_ids.cpu(), self.vocab_size)}
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """config.json's keys of this family, for vLLM and SGLang at once.
 
         An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM reads them from the top
@@ -255,6 +259,8 @@ class Eagle3(nn.Module):
         """
         points = [k + 1 for k in self.taps]
         as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
+        if engine == "sglang" and self.config.norm_before_residual:
+            raise ValueError("drafter.norm_before_residual=true: SGLang does not know it; expected false")
         if as_is and points[0] == 1:
             raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 here")
         if self.config.width:
@@ -267,6 +273,7 @@ class Eagle3(nn.Module):
             **{key: shape[key] for key in SHAPE_KEYS},
             "target_hidden_size": target.hidden_size,
             "num_aux_hidden_states": len(points),
+            "draft_vocab_size": len(self.kept_ids),
             "eagle_aux_hidden_state_layer_ids": points,
             "eagle_config": {
                 "use_aux_hidden_state": True,

@@ -33,6 +33,9 @@ from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
+SERVED: dict[str, tuple[str, str]] = {}
+NOT_SERVED = {"vllm": "it has no Hydra", "sglang": "it has no Hydra"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -110,7 +113,7 @@ class Hydra(nn.Module):
         every = sum(p.numel() for p in self.parameters()) // self.config.heads
         return every + self.rows_of_target.numel(), 0
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """Always ValueError: no engine has Hydra's heads."""
         raise ValueError("stages: export writes no hydra drafter, which no engine loads; leave it out")
 

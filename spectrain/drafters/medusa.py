@@ -33,6 +33,9 @@ from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
+SERVED = {"vllm": ("medusa", "medusa")}
+NOT_SERVED = {"sglang": "it has no Medusa"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -108,15 +111,33 @@ class Medusa(nn.Module):
         """All once a round."""
         return 0, sum(p.numel() for p in self.parameters()) + self.rows_of_target.numel()
 
-    def export_names(self, engine: str) -> dict[str, str]:
-        """Our tensor names to those of vLLM's Medusa (up to mid-2026), which are the same."""
-        return {name: name for name in self.state_dict()}
+    def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
+        """The file's tensors by vLLM's names; the target's rows, where they are all heads', are
+        lm_heads.0."""
+        shared = {} if len(self.lm_heads) else {"lm_heads.0.weight": self.rows_of_target}
+        full = len(self.kept_ids) == self.vocab_size
+        return {**self.state_dict(), **shared, **({} if full else {"token_map": self.kept_ids})}
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
-        """Always ValueError: an export is replayed before it counts, and a Medusa cannot be yet."""
-        raise ValueError(
-            "stages: export writes no medusa drafter, which no present engine loads; leave it out"
-        )
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
+        """config.json's keys of this family. Raises ValueError for trained heads over a reduced vocabulary,
+        whose tensors vLLM's loader refuses (it takes a truncated one with a shared head only)."""
+        if len(self.lm_heads) and len(self.kept_ids) != self.vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab={len(self.kept_ids)}, drafter.head=trained: vLLM's Medusa loads "
+                "a reduced vocabulary with one head for all only; expected drafter.draft_vocab=0 or "
+                "drafter.head=frozen"
+            )
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": target.hidden_size,
+            "num_heads": self.config.heads,
+            "num_hidden_layers": self.config.blocks,
+            "truncated_vocab_size": len(self.kept_ids),
+            "medusa_fc_bias": True,
+            "original_lm_head": not len(self.lm_heads),
+            "max_position_embeddings": target.config.max_position_embeddings,
+        }
 
 
 class MedusaDrafting:

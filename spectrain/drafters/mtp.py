@@ -29,11 +29,14 @@ from spectrain.drafters.depth_drafting import DepthDrafting
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import own_head, supervised_rows
 from spectrain.drafters.mtp_forms import imported as imported
-from spectrain.drafters.mtp_weights import load_own, names_of
+from spectrain.drafters.mtp_weights import load_own, names_of, own_tensors
 from spectrain.drafters.unroll import UnrollLayout, unrolled
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Layout, Target
+
+SERVED = {"vllm": ("mtp", "mtp"), "sglang": ("mtp", "NEXTN")}
+NOT_SERVED: dict[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,8 @@ class Config:
     order: str = "embedding_first"
     """Halves of eh_proj's input: embedding_first (DeepSeek, GLM, Qwen) or hidden_first (MiMo)."""
     feedback: str = "post"
-    """What the next step reads: the state after the block's last norm (post; transformers, SGLang), or before
-    it (pre; vLLM's DeepSeek)."""
+    """What the next step reads: the state after the block's last norm (post; transformers, SGLang, most of
+    vLLM), or before it (pre; vLLM's GLM-4-MoE)."""
     weights: str = "new"
     """new: from scratch; target: the MTP weights in the target's own files."""
     init_from: str = ""
@@ -195,18 +198,39 @@ class Mtp(nn.Module):
         """One block, all of its experts, and the head at each step."""
         return sum(p.numel() for p in self.block(0).parameters()) + self.head.numel(), 0
 
-    def export_names(self, engine: str) -> dict[str, str]:
-        """Our tensor names to those in the target's checkpoint, where engines look for MTP weights.
+    def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
+        """The tensors by their names in the target's checkpoint, where engines look for MTP weights.
 
         Raises ValueError for a kind of target that has none.
         """
         if self._names is None:
             raise ValueError("drafter.family=mtp: engines know no MTP weights of this kind of target")
-        return {name: self._names.name(name) for name in self.state_dict()}
+        return own_tensors(self._names, self.state_dict(), self._own[0].weight, self.head)
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
-        """The target's config with the number of blocks: an engine finds them in the target's own files."""
-        return {**target.config.to_dict(), "num_nextn_predict_layers": len(self.blocks)}
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
+        """The keys that change in the target's own config.json: an engine finds the blocks in its files.
+
+        Raises ValueError where the engine computes another network: order of halves, state fed back,
+        vocabulary, number of blocks.
+        """
+        config, names = self.config, self._names
+        if names is None:
+            raise ValueError(
+                f"export.engine={engine}: engines know no MTP weights of a {target.config.model_type} target"
+            )
+        feedback = names.feedback[engine]
+        if config.order != names.order:
+            raise ValueError(f"drafter.order={config.order}: expected {names.order} for this kind of target")
+        if config.unroll > 1 and config.blocks == 1 and config.feedback != feedback:
+            raise ValueError(
+                f"drafter.feedback={config.feedback}: expected {feedback}, which {engine} has for this "
+                "kind of target"
+            )
+        if len(self.kept_ids) != self.vocab_size:
+            raise ValueError(f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the export of MTP")
+        if engine == "sglang" and config.blocks > 1:
+            raise ValueError(f"drafter.blocks={config.blocks}: expected 1 for SGLang")
+        return {names.count_key: len(self.blocks)}
 
 
 def plain_layer(target: Target) -> tuple[Any, int]:

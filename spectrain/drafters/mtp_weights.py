@@ -8,7 +8,7 @@ Knows no training. Source: the checkpoints as vLLM, SGLang and transformers 5.24
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,16 @@ STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 @dataclass(frozen=True)
 class Names:
     """How one kind of target names its blocks. prefix: of block K, with {n} for its number among all layers
-    and {k} for K; parts: our part to theirs, each behind the prefix."""
+    and {k} for K; parts: our part to theirs, each behind the prefix; feedback: by engine, whether a step
+    reads the state before it `pre` or `post` its last norm; count_key: of config.json, the number of
+    blocks."""
 
     order: str
     prefix: str
     parts: dict[str, str]
     first_layer: int
+    feedback: dict[str, str]
+    count_key: str
 
     def name(self, ours: str) -> str:
         """blocks.0.enorm.weight of a DeepSeek-V3 is model.layers.61.enorm.weight."""
@@ -38,18 +42,20 @@ class Names:
         return f"{prefix}{self.parts[part]}{rest}"
 
 
+BEHIND_THE_LAYERS = (
+    "embedding_first",
+    "model.layers.{n}.",
+    {
+        "enorm": "enorm.",
+        "hnorm": "hnorm.",
+        "eh_proj": "eh_proj.",
+        "norm": "shared_head.norm.",
+        "layer": "",
+    },
+)
 KINDS = {
-    ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"): (
-        "embedding_first",
-        "model.layers.{n}.",
-        {
-            "enorm": "enorm.",
-            "hnorm": "hnorm.",
-            "eh_proj": "eh_proj.",
-            "norm": "shared_head.norm.",
-            "layer": "",
-        },
-    ),
+    ("deepseek_v3", "deepseek_v32"): BEHIND_THE_LAYERS,
+    ("glm4_moe", "glm4_moe_lite"): BEHIND_THE_LAYERS,
     ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"): (
         "embedding_first",
         "mtp.",
@@ -77,10 +83,42 @@ KINDS = {
 
 def names_of(config: Any, blocks: int) -> Names | None:
     """The names of a target's kind by its config, or None for a kind without so many blocks."""
+    kind = config.model_type
     for types, (order, prefix, parts) in KINDS.items():
-        if config.model_type in types and (blocks == 1 or "{" in prefix):
-            return Names(order, prefix, parts, config.num_hidden_layers)
+        if kind in types and (blocks == 1 or "{" in prefix):
+            return Names(
+                order,
+                prefix,
+                parts,
+                config.num_hidden_layers,
+                # vLLM 0.32's GLM-4 goes on with the state before its norm; all others, SGLang's too, behind
+                # it
+                feedback={"vllm": "pre" if kind.startswith("glm4") else "post", "sglang": "post"},
+                count_key="mtp_num_hidden_layers" if "qwen3_5" in kind else "num_nextn_predict_layers",
+            )
     return None
+
+
+def own_tensors(
+    names: Names, ours: Mapping[str, torch.Tensor], embedding_VD: torch.Tensor, head_VD: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """`blocks.K..` by their names in the target's files, experts one by one. Kinds with a shared_head carry
+    the target's embedding and head in each block too."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in ours.items():
+        theirs = names.name(name)
+        if not (stacked := STACKED.match(theirs)):
+            found[theirs] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if stacked[2] == "gate_up_proj" else ("down_proj",)
+        for i, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{stacked[1]}.{i}.{part}.weight"] = rows
+    for name in [name for name in found if name.endswith("shared_head.norm.weight")]:
+        block = name.removesuffix("shared_head.norm.weight")
+        found[f"{block}embed_tokens.weight"] = embedding_VD
+        found[f"{block}shared_head.head.weight"] = head_VD
+    return found
 
 
 @torch.no_grad()
@@ -98,7 +136,7 @@ def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
         )
     if names.order != order:
         raise ValueError(f"drafter.order={order}: the target's own weights are {names.order}")
-    read = _reader(target.path)
+    read = reader(target.path)
     for ours, tensor in nn.ModuleDict({"blocks": blocks}).state_dict().items():
         found = tensor_by(read, names.name(ours))
         if found.shape != tensor.shape:
@@ -124,7 +162,7 @@ def tensor_by(read: Callable[[str], torch.Tensor | None], name: str) -> torch.Te
     return found
 
 
-def _reader(path: str) -> Callable[[str], torch.Tensor | None]:
+def reader(path: str) -> Callable[[str], torch.Tensor | None]:
     """Reads a tensor of a model folder or hub id by name; None where there is no such tensor."""
     index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     single = index or cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)

@@ -23,6 +23,12 @@ from spectrain.drafters.lookup import chosen, new_tokens
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Target
 
+SERVED: dict[str, tuple[str, str]] = {}
+NOT_SERVED = {
+    "vllm": "no weights, it looks n-grams up itself",
+    "sglang": "no weights, it looks n-grams up itself",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -57,7 +63,7 @@ class NGram(nn.Module):
     def weights_read(self) -> tuple[int, int]:
         return 0, 0
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """Refused: there is nothing to write."""
         settings = (
             '{"method": "ngram", "num_speculative_tokens": N, '

@@ -11,6 +11,7 @@ Rows of one document are one causal pass over it. Knows no taps.
 Legend: T tokens, N new tokens, D hidden of the draft model, W ids that it knows.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spectrain.cache import CacheLayout, KVCache
 from spectrain.config import TargetConfig
@@ -31,6 +32,8 @@ from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Layout, Target, load_target, packed_layout
 
+SERVED = {"vllm": ("standalone", "draft_model"), "sglang": ("standalone", "STANDALONE")}
+NOT_SERVED: dict[str, str] = {}
 HEAD_DIM = 64
 
 
@@ -73,6 +76,7 @@ class Standalone(nn.Module):
         if model.head.bias is not None or getattr(model.config, "final_logit_softcapping", None):
             raise ValueError(f"{name}: its head has a bias or a soft cap, which the losses do not know")
         self.config, self.vocab_size = config, vocab_size
+        self._model = (model.model,)  # in a tuple, so that it is no submodule
         self.context = model.config.max_position_embeddings
         self.decoder = model.decoder
         self.head = model.head if model.head.weight is not model.embedding.weight else None
@@ -119,13 +123,19 @@ class Standalone(nn.Module):
         lookup = 0 if self.head is None else self._tied[0].weight.numel()
         return sum(p.numel() for p in self.parameters()) - lookup, 0
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
-        """Refused: a standalone drafter is no head beside a target, but a model of its own."""
-        raise ValueError(
-            "stages: export: a standalone drafter is an ordinary model, which export does not write yet; "
-            'vLLM serves one by --speculative-config \'{"method": "draft_model", "model": FOLDER, '
-            '"num_speculative_tokens": N}\''
-        )
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
+        """The draft model's own config. Raises ValueError where it knows other ids than the target."""
+        own = self._model[0].config.to_dict()
+        if own["vocab_size"] != target.vocab_size:
+            raise ValueError(
+                f"drafter.path={self.config.path!r}: engines need equal vocabularies, it has "
+                f"{own['vocab_size']} ids and the target {target.vocab_size}"
+            )
+        return own
+
+    def written_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A copy of the whole draft model in `dtype`, as `save_pretrained` wants it."""
+        return copy.deepcopy(self._model[0]).to(dtype)
 
     def _apply(self, fn, recurse=True):
         """Moves and casts all but the rotary frequencies, which are moved only: rounded to bfloat16 they

@@ -33,6 +33,10 @@ from spectrain.target import Target
 BREAK = -1  # between the answers of a corpus: no token, so nothing matches across it
 
 
+SERVED: dict[str, tuple[str, str]] = {}
+NOT_SERVED = {"vllm": "no weights, it matches suffixes itself", "sglang": "it has no such method"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     family: str = "suffix"
@@ -79,7 +83,7 @@ class Suffix(nn.Module):
     def weights_read(self) -> tuple[int, int]:
         return 0, 0
 
-    def engine_config(self, target: Target) -> dict[str, Any]:
+    def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """Refused: there is nothing to write."""
         settings = (
             '{"method": "suffix", "num_speculative_tokens": N, '

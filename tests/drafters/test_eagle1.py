@@ -162,7 +162,8 @@ def test_the_trained_tensors_have_the_names_and_shapes_that_engines_read(target)
     }  # fmt: skip
     expected = {f"layers.{i}.{name}": shape for i in (0, 1) for name, shape in layer.items()}
     assert shapes == {"fc.weight": (32, 64), "layers.1.input_layernorm.weight": (32,), **expected}
-    assert drafter.engine_config(target)["num_hidden_layers"] == 2
+    full = drafter_of(target, layers=2, kept=torch.arange(V))
+    assert full.engine_config(target, "vllm")["num_hidden_layers"] == 2
 
 
 def test_a_regression_to_features_is_refused_under_a_trained_head(target):

@@ -88,7 +88,8 @@ def test_medusas_tensors_have_the_names_and_shapes_that_vllm_reads():
         for j in range(2):
             expected |= {f"blocks.{k}.layers.{j}.weight": (D, D), f"blocks.{k}.layers.{j}.bias": (D,)}
     assert {name: tuple(t.shape) for name, t in drafter.state_dict().items()} == expected
-    assert drafter.export_names("vllm") == {name: name for name in expected}
+    named = drafter.export_tensors("vllm")
+    assert torch.equal(named.pop("token_map"), KEPT) and named.keys() == expected.keys()
 
 
 def silu(x):
@@ -182,10 +183,14 @@ def test_settings_out_of_range_are_refused_with_key_and_value(family, settings, 
         family.Config(**settings)
 
 
-@FAMILIES
-def test_a_family_that_no_engine_loads_refuses_its_export(family):
+def test_hydra_which_no_engine_loads_refuses_its_export():
     with pytest.raises(ValueError, match="stages: export writes no"):
-        random(family).engine_config(TARGET)
+        random(hydra).engine_config(TARGET, "vllm")
+
+
+def test_medusas_trained_heads_over_a_reduced_vocabulary_refuse_their_export():
+    with pytest.raises(ValueError, match="drafter.head=trained: .*expected drafter.draft_vocab=0 or"):
+        random(medusa).engine_config(TARGET, "vllm")
 
 
 @FAMILIES

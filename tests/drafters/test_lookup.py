@@ -257,4 +257,4 @@ def test_there_is_no_checkpoint_and_no_export_of_what_has_no_weights(llama, fami
     with pytest.raises(ValueError, match=f"drafter.family='{family}': nothing of it is trained"):
         checkpoint.save(tmp_path, drafter, None, {"step": 1}, target={}, keep=1)
     with pytest.raises(ValueError, match=f'{family} has no weights.*"method": "{family}"'):
-        drafter.engine_config(llama)
+        drafter.engine_config(llama, "vllm")

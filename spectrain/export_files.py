@@ -1,0 +1,171 @@
+"""An exported folder as it lies there, whoever wrote it: config, tensors, form, and the contract of its form.
+
+Reads leniently, so that `export_check.py` can name every fault and not only the first. Knows the forms of
+EAGLE-3, EAGLE-1, Medusa, a target with MTP weights and an ordinary model. Legend: as in `replay.py`.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from spectrain.artifacts import read_json
+from spectrain.drafters.mtp_weights import Names, names_of
+from spectrain.replay import IDS_KEY, expected_shapes
+from spectrain.replay_heads import eagle1_shapes, medusa_shapes
+
+INDEX = "model.safetensors.index.json"
+NOT_FLOAT = {"d2t": "int64", "t2d": "bool", "token_map": "int64"}
+ARCHITECTURES = {  # form and engine: what config.json may name
+    ("eagle3", "vllm"): ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    ("eagle3", "sglang"): ("LlamaForCausalLMEagle3",),
+    ("eagle1", "vllm"): ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
+    ("eagle1", "sglang"): ("LlamaForCausalLMEagle",),
+    ("medusa", "vllm"): ("MedusaModel",),
+}
+KEYS = {
+    "eagle3": (
+        "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps", "vocab_size", "draft_vocab_size", "tie_word_embeddings",
+        "max_position_embeddings",
+    ),
+    "eagle1": (
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings",
+    ),
+    "medusa": ("model_type", "hidden_size", "num_heads", "num_hidden_layers", "vocab_size"),
+    "mtp": ("model_type", "num_hidden_layers", "vocab_size"),
+    "standalone": ("model_type", "vocab_size"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Folder:
+    """config: parsed config.json; target: its target's config (of the text model); engines: that shall read
+    it."""
+
+    path: Path
+    target: Any
+    engines: tuple[str, ...]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_json(self.path / "config.json")
+
+    @cached_property
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Names of the tensors of every safetensors file. Raises ValueError for a damaged one."""
+        found = {}
+        for path in sorted(self.path.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found[path.name] = tuple(file.keys())
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path.name} does not load: {error}") from None
+        if not found:
+            raise ValueError(f"{self.path}: no safetensors file there")
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        return [name for names in self.files.values() for name in names]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        where = next(file for file, names in self.files.items() if name in names)
+        with safe_open(self.path / where, framework="pt") as file:
+            return file.get_tensor(name)
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        with safe_open(self.path / next(iter(self.files)), framework="pt") as file:
+            return file.metadata() or {}
+
+    @cached_property
+    def form(self) -> str:
+        """The family by architecture and tensors."""
+        named = (self.config.get("architectures") or [""])[0]
+        if "Eagle3" in named or self.has("midlayer.self_attn.q_proj.weight"):
+            return "eagle3"
+        if "Eagle" in named or self.has("fc.weight"):
+            return "eagle1"
+        if self.config.get("model_type") == "medusa" or named == "MedusaModel":
+            return "medusa"
+        return "mtp" if self.mtp_count else "standalone"
+
+    def has(self, name: str) -> bool:
+        return any(found in (name, f"model.{name}", f"draft_model.{name}") for found in self.names)
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        return self.config.get("text_config", self.config)
+
+    @property
+    def mtp_count(self) -> int:
+        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+        return next((self.text_config[key] for key in keys if self.text_config.get(key)), 0)
+
+    @cached_property
+    def mtp_names(self) -> Names | None:
+        return names_of(self.target, self.mtp_count)
+
+    @cached_property
+    def num_taps(self) -> int:
+        """Aux states that fc reads, by the config; three where it says nothing, as engines assume."""
+        ids = self.config.get(IDS_KEY) or self.config.get("eagle_config", {}).get(IDS_KEY)
+        return self.config.get("num_aux_hidden_states") or len(ids or (0, 0, 0))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that engines need, by the config; of MTP the four around its layer.
+
+        Raises KeyError for a key that is not there.
+        """
+        config = {**self.config, "num_aux_hidden_states": self.num_taps}
+        if self.form == "eagle3":
+            config.setdefault("target_hidden_size", config["hidden_size"])
+            config.setdefault("fc_norm", False)
+            config["draft_vocab_size"] = config["draft_vocab_size"] or config["vocab_size"]
+            return {name: shape for name, shape in expected_shapes(config).items() if name != "t2d"}
+        if self.form == "eagle1":
+            shapes = eagle1_shapes({**config, "architectures": ["EagleLlamaForCausalLM"]})
+            bias = "sglang" in self.engines
+            return {**shapes, **({"fc.bias": (config["hidden_size"],)} if bias else {})}
+        if self.form == "medusa":
+            config.setdefault("truncated_vocab_size", config["vocab_size"])
+            config.setdefault("medusa_fc_bias", False)
+            config.setdefault("original_lm_head", False)
+            return medusa_shapes(config)
+        if self.form == "mtp" and self.mtp_names is not None:
+            D, found = self.target.hidden_size, {}
+            for k in range(self.mtp_count):
+                block = f"blocks.{k}."
+                for part, shape in (
+                    ("enorm", (D,)),
+                    ("hnorm", (D,)),
+                    ("norm", (D,)),
+                    ("eh_proj", (D, 2 * D)),
+                ):
+                    found[self.mtp_names.name(f"{block}{part}.weight")] = shape
+            return found
+        return {}
+
+    def canonical(self, name: str) -> str:
+        """A tensor's name as `shapes` has it: engines read layers.0. and midlayer. alike in EAGLE-3."""
+        return name.replace("layers.0.", "midlayer.", 1) if self.form == "eagle3" else name
+
+    def fixture(self) -> Path | None:
+        path = self.path / "check" / "replay.safetensors"
+        return path if path.exists() else None
+
+    def recorded_engines(self) -> tuple[str, ...] | None:
+        """The engines that a folder was written for, where the file says so."""
+        found = self.metadata.get("engines")
+        return None if found is None else tuple(json.loads(found))
+
+    def recorded_taps(self) -> tuple[int, ...] | None:
+        """Layer outputs that fc was trained on, where the file says so."""
+        found = self.metadata.get("tap_ids")
+        return None if found is None else tuple(json.loads(found))
