@@ -31,18 +31,12 @@ from spectrain.config import RunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.prompts import load_prompts, render
+from spectrain.export_forms import forms, method
 from spectrain.proposal import Plan
 from spectrain.target import Target, resolve_path
 
 WORKER = Path(__file__).with_name("vllm_decode.py")
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-METHODS = {
-    "eagle3": "eagle3",
-    "eagle1": "eagle",
-    "medusa": "medusa",
-    "mtp": "mtp",
-    "standalone": "draft_model",
-}
 TIES = {"bfloat16": 0.25, "float32": 1e-3}  # nats; two steps of bfloat16 at logits from 16 to 32
 CAUSE, OUTER = re.compile(r"\b\w+(Error|Exception): .*"), "Engine core initialization failed"
 SHOWN = 5  # most likely tokens that plain vLLM tells of each place
@@ -80,7 +74,7 @@ def serve_check(
         "trust_remote_code": trusted,
     }
     drafts: dict[str, Any] = {
-        "method": METHODS[config.drafter.family],
+        "method": method(config.drafter.family, "vllm"),
         "num_speculative_tokens": serve.length,
     }
     if config.drafter.family == "mtp":  # its export is the target with other weights
@@ -215,12 +209,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _exported(config: RunConfig, folder: Path) -> Path:
-    family = config.drafter.family
-    if family not in METHODS:
-        raise ValueError(
-            f"drafter.family={family}: stages=serve_check serves {', '.join(METHODS)}, not this family"
-        )
-    found = Path(config.serve.drafter).expanduser() if config.serve.drafter else folder / "export" / family
+    [form] = forms(config.drafter.family, ["vllm"])
+    given = config.serve.drafter
+    found = Path(given).expanduser() if given else folder / "export" / form
     if not (found / "config.json").exists():
         raise ValueError(
             f"{found}: no exported drafter there; run the export stage, or name one (serve.drafter)"

@@ -332,6 +332,16 @@ def test_eagle1_files_are_read_with_and_without_a_bias(tmp_path, bias):
     assert same(drafter, back)
 
 
+def test_a_bias_of_eagle1_goes_to_sglang_as_it_is_and_is_refused_for_vllm():
+    target = llama()
+    drafter = eagle1.build(eagle1.Config(bias=True), target, torch.arange(40))
+    torch.nn.init.ones_(drafter.fc.bias)
+    assert torch.equal(drafter.export_tensors("sglang")["fc.bias"], torch.ones(32))
+    assert drafter.engine_config(target, "sglang")["hidden_size"] == 32
+    with pytest.raises(ValueError, match="drafter.bias=true: vLLM leaves the bias out"):
+        drafter.engine_config(target, "vllm")
+
+
 def trained_medusa(target, **settings):
     drafter = medusa.build(medusa.Config(heads=3, blocks=2, **settings), target, torch.arange(40))
     for parameter in drafter.parameters():

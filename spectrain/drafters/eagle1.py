@@ -149,7 +149,7 @@ class Eagle1(nn.Module):
         """The file's tensors by the names of vLLM and SGLang, which are the same. SGLang's fc has a bias,
         which stays random where the file has none; vLLM's has none."""
         bias = {"fc.bias": torch.zeros(len(self.fc.weight))} if engine == "sglang" else {}
-        return {**self.state_dict(), **bias}
+        return {**bias, **self.state_dict()}
 
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """config.json's keys of this family. Raises ValueError for a reduced draft vocabulary: engines draft
@@ -158,6 +158,10 @@ class Eagle1(nn.Module):
             raise ValueError(
                 f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the export of EAGLE-1, "
                 "which engines draft through the target's whole head"
+            )
+        if self.config.bias and engine == "vllm":
+            raise ValueError(
+                "drafter.bias=true: vLLM leaves the bias out; expected false, or export.engine=[sglang]"
             )
         shape = self.draft_config.to_dict()
         return {

@@ -16,7 +16,7 @@ def imported(source: Published, config: Any, target: Target) -> Import:
         raise ValueError(f"{source.config_file}: hidden_size={size}: the target has {D}")
     unread: set[str] = set()
     if "embed_tokens.weight" in source.files:
-        compare_with_own(source, "embed_tokens.weight", target.embedding.weight, "embedding")
+        compare_with_own(source, "embed_tokens.weight", target.embedding.get_parameter("weight"), "embedding")
         unread.add("embed_tokens.weight")
     bias = "fc.bias" in source.files and bool(source.tensor("fc.bias").any())
     if not bias:

@@ -41,7 +41,7 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     kept_ids = torch.arange(target.vocab_size) if own_head else _kept_ids(source, target)
     unread = {"d2t", "t2d"}
     if not width and "embed_tokens.weight" in source.files:
-        compare_with_own(source, "embed_tokens.weight", target.embedding.weight, "embedding")
+        compare_with_own(source, "embed_tokens.weight", target.embedding.get_parameter("weight"), "embedding")
         unread.add("embed_tokens.weight")
     settings = {
         "taps": _taps(source, config, target),
