@@ -246,7 +246,8 @@ class EvalConfig:
 class CompareConfig:
     drafters: dict[str, list[str]] = field(default_factory=dict)
     """By name in the table, the words of the command line that give a drafter, its objective and its
-    optimizer: [recipe=NAME, key=value, ...]; train.passes=0, here or in the recipe, leaves it untrained."""
+    optimizer: [recipe=NAME, key=value, ...], each quoted where the list itself is given on a command line;
+    train.passes=0, here or in the recipe, leaves it untrained."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Each drafter is trained and decoded once with each."""
 
