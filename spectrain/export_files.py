@@ -139,7 +139,8 @@ class Folder:
             config.setdefault("original_lm_head", False)
             return medusa_shapes(config)
         if self.form == "mtp" and self.mtp_names is not None:
-            D, found = self.target.hidden_size, {}
+            D = self.target.hidden_size
+            found: dict[str, tuple[int, ...]] = {}
             for k in range(self.mtp_count):
                 block = f"blocks.{k}."
                 for part, shape in (

@@ -108,7 +108,9 @@ def _local(path: str) -> Path:
     resolved = resolve_path(path)
     if Path(resolved).is_dir():
         return Path(resolved)
-    return Path(cached_file(resolved, "config.json")).parent
+    found = cached_file(resolved, "config.json")
+    assert found is not None, "cached_file raises where there is no such file"
+    return Path(found).parent
 
 
 def _weight_map(source: Path) -> dict[str, str]:
