@@ -45,9 +45,10 @@ def verify(
             q, q_starts, parts[0], parts[1], N, **row, BLOCK=block, num_warps=8,
         )  # fmt: skip
         shared, sums = parts.sum(-1)
-    integers = [torch.empty(B, dtype=torch.int32, device=logits.device) for _ in range(4)]
+    accepted, bonus, refused, status = torch.empty(4, B, dtype=torch.int32, device=logits.device)
     path = torch.full((B, D), -1, dtype=torch.int32, device=logits.device)
-    out = Outcome(path, *integers, alphas=torch.zeros_like(uniforms_BD3[..., 0]))
+    alphas = torch.zeros_like(uniforms_BD3[..., 0])
+    out = Outcome(path, accepted, bonus, refused, status, alphas)
     lists = (trees.starts, trees.counts, trees.parents, trees.tokens)
     walk_trees[(B,)](
         logits, logits.stride(0), *laws, *lists, q, q_starts, sums, shared, uniforms_BD3,
