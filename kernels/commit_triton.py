@@ -46,6 +46,6 @@ def move_slots(
     first = tl.load(requests + b).to(tl.int64) * S + tl.load(lengths + b)
     for i in range(0, tl.load(accepted + b)):
         node = tl.load(path + b * P + i)
-        moves = (column < width) & (node != i)
+        moves = column < tl.where(node != i, width, 0)
         held = tl.load(base + (first + node) * width + column, mask=moves, other=0)
         tl.store(base + (first + i) * width + column, held, mask=moves)

@@ -14,7 +14,6 @@ import triton.language as tl
 from spectrain.kernels.aot import Launch
 from spectrain.kernels.tree_attention import Form, TreeRows
 
-TAIL = 32  # nodes of a block of the tree: one word of bits
 MERGED = 16  # rows of a program that merges parts
 MOST_SPLITS = 16
 
@@ -36,7 +35,7 @@ def launch(q_HTK, keys_RSGK, values_RSGK, rows: TreeRows, form: Form, *, splits:
         q, keys_RSGK, values_RSGK,
         rows.requests, rows.starts, rows.counts, rows.lengths, rows.nodes, rows.depths, rows.bits,
         parts, logs, q.stride(0), q.stride(1), T, S, G, M, W, form.scale, form.softcap or 0.0,
-        GROUP=H // G, K=K, WIDE=wide, TILE=tile, BLOCK=block, TAIL=TAIL, WINDOW=form.window or 0,
+        GROUP=H // G, K=K, WIDE=wide, TILE=tile, BLOCK=block, TAIL=min(32, block), WINDOW=form.window or 0,
         CAPPED=form.softcap is not None, UPCAST=q.device.type == "cpu",
         PRECISION=_precision(q.dtype) if q.is_cuda else "ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -61,7 +60,7 @@ def tiles(queries: int, head_dim: int, element_size: int) -> tuple[int, int, int
     """Rows and keys of a block, warps and pipeline stages: without spills on sm_90 (docs/kernels.md), not yet
     measured."""
     if element_size == 4:
-        return 16, 32, 4 if head_dim <= 64 else 8, 2
+        return 16, 32 if head_dim <= 64 else 16, 4, 2 if head_dim <= 128 else 1
     rows = min(64, max(16, triton.next_power_of_2(queries)))
     return rows, 64 if head_dim <= 128 else 32, 4, 2
 
@@ -98,8 +97,8 @@ def _launch(kind: str, K: int, queries: int, *, window: int, capped: bool) -> La
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
     constants = {
-        "GROUP": 4, "K": K, "WIDE": triton.next_power_of_2(K), "TILE": tile, "BLOCK": block, "TAIL": TAIL,
-        "WINDOW": window, "CAPPED": capped, "UPCAST": False,
+        "GROUP": 4, "K": K, "WIDE": triton.next_power_of_2(K), "TILE": tile, "BLOCK": block,
+        "TAIL": min(32, block), "WINDOW": window, "CAPPED": capped, "UPCAST": False,
         "PRECISION": _precision(torch.float32 if kind == "fp32" else torch.bfloat16),
     }  # fmt: skip
     forms = ", window, soft cap" if window else ""
@@ -171,10 +170,10 @@ def attend_part(
                 K, WIDE, True, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
     else:
-        for word in range(0, tl.cdiv(num_nodes, TAIL)):
-            other = word * TAIL + tl.arange(0, TAIL)
-            packed = tl.load(bits + node * W + word, mask=real, other=0)
-            seen = ((packed[:, None] >> tl.arange(0, TAIL)[None, :]) & 1) == 1
+        for start in range(0, num_nodes, TAIL):
+            other = start + tl.arange(0, TAIL)
+            packed = tl.load(bits + node * W + start // 32, mask=real, other=0)
+            seen = ((packed[:, None] >> (other % 32)[None, :]) & 1) == 1
             if WINDOW > 0:
                 depth = tl.load(depths + r.to(tl.int64) * M + other, mask=other < num_nodes, other=0)
                 seen = seen & (place[:, None] - length - depth[None, :] < WINDOW)

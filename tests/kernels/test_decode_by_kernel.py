@@ -65,7 +65,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(cache, "KERNEL_DEVICES", ("cpu",))
         monkeypatch.setattr(by_kernel, "KERNEL_DEVICES", ("cpu",))
         monkeypatch.setattr(
-            cache, "tree_attention", counted("attention", tree_attention_triton.launch, splits=2)
+            cache, "tree_attention", counted("attention", tree_attention_triton.launch, splits=1)
         )
         monkeypatch.setattr(cache, "tree_build", counted("build", tree_build_triton.launch))
         monkeypatch.setattr(cache, "commit", counted("commit", commit_triton.launch))
@@ -93,7 +93,11 @@ def test_greedy_text_by_trees_is_plain_text_without_kernels(kind, kernels):
 def test_sampled_texts_and_alphas_are_those_without_kernels(plan, kernels):
     target = Target(BUILD["llama"]().float())
     drafter = None if plan is None else Bigram(target)
-    settings = {"sampling": Sampling(temperature=0.7), "law": "rejection", "plan": plan} | SETTINGS
+    settings = (
+        {"sampling": Sampling(temperature=0.7), "law": "rejection", "plan": plan}
+        | SETTINGS
+        | {"max_new_tokens": 5}
+    )
     expected, _ = generate(target, PROMPTS[1:], **settings, drafter=drafter)
     kernels()
     found, _ = generate(target, PROMPTS[1:], **settings, drafter=drafter)
