@@ -13,6 +13,7 @@ Legend: R rows, M target rows, D drafter state, W kept ids, m rows of a chunk, n
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -230,6 +231,6 @@ def launches() -> Iterator[Launch]:
         signature |= {f"{name}_ptr": f"*{kind}" for name, kind in kinds.items()}
         signature |= {"g_ptr": f"*{gradient}", "W": "i32:16", "decay": "fp32"}
         signature |= dict.fromkeys(("R", "first", "count"), "i32")
-        constants = dict.fromkeys(("CE", "REVERSE_KL", "JSD"), full)
+        constants: dict[str, Any] = dict.fromkeys(("CE", "REVERSE_KL", "JSD"), full)
         constants |= {"AGREE": True, "TOP": TOP_PADDED * full, "SUM": tl.float32, "BLOCK": BLOCK}
         yield Launch(divergence_rows, label, signature, constants, WARPS, 1)
