@@ -14,7 +14,6 @@ Legend: H query heads, G key/value heads, N queries, S step-0 keys, K head dim, 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -325,7 +324,7 @@ OWN_ROWS = 16  # queries of a program of own_gradient
 
 # (BLOCK_M, BLOCK_N, warps, stages) by kind of product and largest head dim; the device times them and takes
 # the fastest. None was measured on a GPU yet; larger ones spill on sm_90, as do all exact ones above 128.
-TILES: dict[str, dict[str, dict[int, Any]]] = {
+TILES: dict[str, dict[str, dict[int, tuple]]] = {
     "ttt_forward": {
         "bf16": {128: ((128, 64, 8, 3), (64, 64, 4, 2)), 256: ((64, 64, 8, 2),)},
         "tf32": {256: ((32, 32, 8, 1),)},
