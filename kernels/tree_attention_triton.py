@@ -31,12 +31,13 @@ def launch(q_HTK, keys_RSGK, values_RSGK, rows: TreeRows, form: Form, *, splits:
     wide = max(16, triton.next_power_of_2(K))  # a product takes 16 or more
     parts = torch.empty(splits + 1, H, T, K, dtype=torch.float32, device=q.device)
     logs = torch.empty(splits + 1, H, T, dtype=torch.float32, device=q.device)
-    attend_part[(R, G * triton.cdiv(rows.most * H // G, tile), splits + 1)](
+    columns = slice_of(wide, q.element_size())
+    attend_part[(R, G * (wide // columns) * triton.cdiv(rows.most * H // G, tile), splits + 1)](
         q, keys_RSGK, values_RSGK,
         rows.requests, rows.starts, rows.counts, rows.lengths, rows.nodes, rows.depths, rows.bits,
         parts, logs, q.stride(0), q.stride(1), T, S, G, M, W, form.scale, form.softcap or 0.0,
-        GROUP=H // G, K=K, WIDE=wide, TILE=tile, BLOCK=block, TAIL=min(32, block), WINDOW=form.window or 0,
-        CAPPED=form.softcap is not None, UPCAST=q.device.type == "cpu",
+        GROUP=H // G, K=K, WIDE=wide, SLICE=columns, TILE=tile, BLOCK=block, TAIL=min(32, block),
+        WINDOW=form.window or 0, CAPPED=form.softcap is not None, UPCAST=q.device.type == "cpu",
         PRECISION=_precision(q.dtype) if q.is_cuda else "ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(H, T, K, dtype=q.dtype, device=q.device)
@@ -60,9 +61,15 @@ def tiles(queries: int, head_dim: int, element_size: int) -> tuple[int, int, int
     """Rows and keys of a block, warps and pipeline stages: without spills on sm_90 (docs/kernels.md), not yet
     measured."""
     if element_size == 4:
-        return 16, 32 if head_dim <= 64 else 16, 4, 2 if head_dim <= 128 else 1
+        return 16, 32, 4, 2
     rows = min(64, max(16, triton.next_power_of_2(queries)))
     return rows, 64 if head_dim <= 128 else 32, 4, 2
+
+
+def slice_of(wide: int, element_size: int) -> int:
+    """Columns of the output of a program: all, unless the three parts of wide float32 factors (`_precision`)
+    would fill the registers."""
+    return 32 if element_size == 4 and wide > 64 else wide
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -87,7 +94,8 @@ def launches() -> Iterator[Launch]:
 
 
 def _launch(kind: str, K: int, queries: int, *, window: int, capped: bool) -> Launch:
-    tile, block, warps, stages = tiles(queries, K, 2 if kind == "bf16" else 4)
+    size = 2 if kind == "bf16" else 4
+    tile, block, warps, stages = tiles(queries, K, size)
     signature = {
         **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{kind}"),
         **dict.fromkeys(("requests", "starts", "counts", "lengths", "nodes", "depths", "bits"), "*i32"),
@@ -97,7 +105,8 @@ def _launch(kind: str, K: int, queries: int, *, window: int, capped: bool) -> La
         **dict.fromkeys(("scale", "softcap"), "fp32"),
     }
     constants = {
-        "GROUP": 4, "K": K, "WIDE": triton.next_power_of_2(K), "TILE": tile, "BLOCK": block,
+        "GROUP": 4, "K": K, "WIDE": triton.next_power_of_2(K),
+        "SLICE": slice_of(triton.next_power_of_2(K), size), "TILE": tile, "BLOCK": block,
         "TAIL": min(32, block), "WINDOW": window, "CAPPED": capped, "UPCAST": False,
         "PRECISION": _precision(torch.float32 if kind == "fp32" else torch.bfloat16),
     }  # fmt: skip
@@ -110,30 +119,30 @@ def _launch(kind: str, K: int, queries: int, *, window: int, capped: bool) -> La
 def attend_part(
     q_ptr, k_ptr, v_ptr, requests, starts, counts, lengths, nodes, depths, bits, parts, logs,
     q_head, q_row, T, S, G, M, W, scale, softcap,
-    GROUP: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, SLICE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows of one request and key/value head over one part of the keys, the last part being the tree."""
+    """TILE rows of one request and key/value head, SLICE columns of the output, over one part of the keys,
+    the last part being the tree."""
     r, split, last = tl.program_id(0), tl.program_id(2), tl.num_programs(2) - 1
-    g, row = tl.program_id(1) % G, (tl.program_id(1) // G) * TILE + tl.arange(0, TILE)
+    g, tile = tl.program_id(1) % G, tl.program_id(1) // (G * (WIDE // SLICE))
+    row = tile * TILE + tl.arange(0, TILE)
     count, length, num_nodes = tl.load(counts + r), tl.load(lengths + r), tl.load(nodes + r)
     i, head = row // GROUP, (g * GROUP + row % GROUP).to(tl.int64)
     real = i < count
     token = (tl.load(starts + r) + i).to(tl.int64)
     node = r.to(tl.int64) * M + num_nodes - count + i
     place = length + tl.load(depths + node, mask=real, other=0)
-    dim = tl.arange(0, WIDE)
-    at = (head * q_head + token * q_row)[:, None] + dim[None, :]
-    q = tl.load(q_ptr + at, mask=real[:, None] & (dim < K)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    dim = tl.program_id(1) // G % (WIDE // SLICE) * SLICE + tl.arange(0, SLICE)
+    q_ptr += head * q_head + token * q_row
+    q = _rows(q_ptr, tl.arange(0, SLICE), real, K, UPCAST)
     first = (tl.load(requests + r).to(tl.int64) * S * G + g) * K  # slot 0 of this head
     k_ptr += first
     v_ptr += first
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDE), tl.float32)
+    acc = tl.zeros((TILE, SLICE), tl.float32)
     if split < last:
         low = 0
         if WINDOW > 0:
@@ -151,14 +160,14 @@ def attend_part(
                 slot = start + tl.arange(0, BLOCK)
                 seen = place[:, None] - slot[None, :] < WINDOW
                 top, total, acc = _block(
-                    q, k_ptr, v_ptr, slot, slot < length, seen, top, total, acc, G, scale, softcap,
-                    K, WIDE, True, CAPPED, UPCAST, PRECISION,
+                    q, q_ptr, real, k_ptr, v_ptr, dim, slot, slot < length, seen,
+                    top, total, acc, G, scale, softcap, K, WIDE, SLICE, True, CAPPED, UPCAST, PRECISION,
                 )  # fmt: skip
         for start in range(cut, whole, BLOCK):
             slot = start + tl.arange(0, BLOCK)
             top, total, acc = _block(
-                q, k_ptr, v_ptr, slot, slot, slot, top, total, acc, G, scale, softcap,
-                K, WIDE, False, CAPPED, UPCAST, PRECISION,
+                q, q_ptr, real, k_ptr, v_ptr, dim, slot, slot, slot, top, total, acc, G, scale, softcap,
+                K, WIDE, SLICE, False, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
         if whole < end:
             slot = whole + tl.arange(0, BLOCK)
@@ -166,8 +175,8 @@ def attend_part(
             if WINDOW > 0:
                 seen = seen & (place[:, None] - slot[None, :] < WINDOW)
             top, total, acc = _block(
-                q, k_ptr, v_ptr, slot, slot < end, seen, top, total, acc, G, scale, softcap,
-                K, WIDE, True, CAPPED, UPCAST, PRECISION,
+                q, q_ptr, real, k_ptr, v_ptr, dim, slot, slot < end, seen, top, total, acc, G, scale, softcap,
+                K, WIDE, SLICE, True, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
     else:
         for start in range(0, num_nodes, TAIL):
@@ -178,8 +187,8 @@ def attend_part(
                 depth = tl.load(depths + r.to(tl.int64) * M + other, mask=other < num_nodes, other=0)
                 seen = seen & (place[:, None] - length - depth[None, :] < WINDOW)
             top, total, acc = _block(
-                q, k_ptr, v_ptr, length + other, other < num_nodes, seen, top, total, acc, G, scale, softcap,
-                K, WIDE, True, CAPPED, UPCAST, PRECISION,
+                q, q_ptr, real, k_ptr, v_ptr, dim, length + other, other < num_nodes, seen,
+                top, total, acc, G, scale, softcap, K, WIDE, SLICE, True, CAPPED, UPCAST, PRECISION,
             )  # fmt: skip
     out = (split * (G * GROUP) + head) * T + token
     some = total > 0
@@ -189,26 +198,44 @@ def attend_part(
 
 
 @triton.jit
-def _block(
-    q, k_ptr, v_ptr, slot, written, seen, top, total, acc, G, scale, softcap,
-    K: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Running maximum, sum and output after one block of keys; without MASKED all are written and seen."""
-    dim = tl.arange(0, WIDE)
-    at = (slot.to(tl.int64) * G * K)[:, None] + dim[None, :]
-    if MASKED:
-        there = written[:, None] & (dim < K)[None, :]
-        k, v = tl.load(k_ptr + at, mask=there, other=0.0), tl.load(v_ptr + at, mask=there, other=0.0)
-    elif WIDE != K:
-        there = (dim < K)[None, :]
-        k, v = tl.load(k_ptr + at, mask=there, other=0.0), tl.load(v_ptr + at, mask=there, other=0.0)
+def _rows(ptr, dim, there, K: tl.constexpr, UPCAST: tl.constexpr):
+    """Columns `dim` of the rows at the pointers `ptr`, 0 where not there. Triton's interpreter keeps bfloat16
+    as integers and would multiply these: it gets float32."""
+    rows = tl.load(ptr[:, None] + dim[None, :], mask=there[:, None] & (dim < K)[None, :], other=0.0)
+    return rows.to(tl.float32) if UPCAST else rows
+
+
+@triton.jit
+def _keys(ptr, dim, there, K: tl.constexpr, WHOLE: tl.constexpr, UPCAST: tl.constexpr):
+    """The same, without a mask if WHOLE: all are there and no column is beyond K."""
+    if WHOLE:
+        rows = tl.load(ptr[:, None] + dim[None, :])
+        rows = rows.to(tl.float32) if UPCAST else rows
     else:
-        k, v = tl.load(k_ptr + at), tl.load(v_ptr + at)
-    if UPCAST:
-        # Triton's interpreter keeps bfloat16 as integers and would multiply these
-        k, v = k.to(tl.float32), v.to(tl.float32)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        rows = _rows(ptr, dim, there, K, UPCAST)
+    return rows
+
+
+@triton.jit
+def _block(
+    q, q_ptr, real, k_ptr, v_ptr, dim, slot, written, seen, top, total, acc, G, scale, softcap,
+    K: tl.constexpr, WIDE: tl.constexpr, SLICE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Running maximum, sum and columns `dim` of the output after one block of keys; without MASKED all are
+    written and seen."""
+    WHOLE: tl.constexpr = not MASKED and WIDE == K
+    there = written if MASKED else slot >= 0
+    at = slot.to(tl.int64) * G * K
+    first = tl.arange(0, SLICE)
+    k = _keys(k_ptr + at, first, there, K, WHOLE, UPCAST)
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    for i in tl.static_range(1, WIDE // SLICE):
+        q_i = _rows(q_ptr, i * SLICE + first, real, K, UPCAST)
+        k = _keys(k_ptr + at, i * SLICE + first, there, K, WHOLE, UPCAST)
+        score = tl.dot(q_i, tl.trans(k), score, input_precision=PRECISION)
+    v = _keys(v_ptr + at, dim, there, K, WHOLE, UPCAST)
+    score = score * scale
     if CAPPED:
         # tanh(x) = 2 sigmoid(2 x) - 1
         score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)

@@ -12,8 +12,6 @@ import pytest
 from spectrain.kernels.aot import TARGETS, Compiled
 
 ROOT = Path(__file__).resolve().parents[2]
-# float32 queries on wide heads, whose three bfloat16 parts fill the registers: to be cut into slices
-SPILLING = {("attend_part", "fp32, head dim 128, 16 x 16"), ("attend_part", "fp32, head dim 256, 16 x 16")}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +28,8 @@ def test_every_launch_compiles_for_every_target(compiled):
     assert found and len(compiled) == len(found) * len(TARGETS)
 
 
-def test_nothing_else_spills_and_everything_fits_on_sm_90(compiled):
-    found = [c for c in compiled if c.target == "sm_90"]
-    assert {(c.kernel, c.label) for c in found if c.spills} == SPILLING
-    assert all(c.fits for c in found)
+def test_nothing_spills_and_everything_fits_on_sm_90(compiled):
+    assert [c for c in compiled if c.target == "sm_90" and (c.spills or not c.fits)] == []
 
 
 def test_every_kernel_fits_on_every_target_in_some_configuration(compiled):
