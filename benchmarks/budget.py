@@ -25,27 +25,14 @@ from spectrain.eval.prompts import load_prompts, render
 from spectrain.eval.records import Text, counters
 from spectrain.eval.run import decode_in_turns
 from spectrain.eval.speed import Arms, EngineArm
-from spectrain.metrics import estimate, ratios
+from spectrain.metrics import ratios
 from spectrain.target import load_target
 
 COST_PROMPTS = 4
 
 
-def resampled_eta(texts: list[Text], draws: np.ndarray, length: int) -> np.ndarray:
-    """eta of each row of `draws` [resamples, prompts], how often each prompt is taken."""
-    return ratios(counters(texts, slots=length).total(draws), length=length)["eta"]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--run", default="runs/quickstart", help="run folder with checkpoints")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--prompts", default="quickstart", help="JSONL file, or quickstart")
-    parser.add_argument("--prompts-count", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    args = parser.parse_args()
+def decoded(args: argparse.Namespace) -> list[tuple[DecodeRunConfig, list[Text]]]:
+    """Texts of every chain and of the adaptive one, last; its costs are measured before on other prompts."""
     target = load_target(TargetConfig(path=args.target, dtype=args.dtype))
     drafter = load_drafter(Path(args.run), target).to(target.dtype)
     prompts = load_prompts(args.prompts, limit=args.prompts_count + COST_PROMPTS)
@@ -71,35 +58,40 @@ def main() -> int:
         decode=lambda ids: "",
         title=f"{args.dtype}, T={args.temperature:g}",
     )
-    count = len(found[0])
+    return list(zip(runs, found, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--run", default="runs/quickstart", help="run folder with checkpoints")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--prompts", default="quickstart", help="JSONL file, or quickstart")
+    parser.add_argument("--prompts-count", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    arms = decoded(args)
+    count = len(arms[0][1])
     draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=2000).astype(float)
     etas = {}
-    for run, texts in zip(runs, found, strict=True):
-        units = list(range(count))
-        numbers = estimate(
-            counters(texts, slots=run.length),
-            prompts=units,
-            units=units,
-            length=run.length,
-            resamples=2000,
-            seed=0,
-        )
-        eta = numbers["eta"]
-        etas[run.name] = eta.value, resampled_eta(texts, draws, run.length)
-        line = {
-            "arm": run.name,
-            "tau": numbers["tau"].value,
-            "eta": eta.value,
-            "low": eta.low,
-            "high": eta.high,
-        }
-        print(
-            json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()}), flush=True
-        )
-    best = max((run.name for run in chains), key=lambda name: etas[name][0])
+    for run, texts in arms:
+        sums = counters(texts, slots=run.length)
+        point = ratios(sums.pooled(), length=run.length)
+        spread = ratios(sums.total(draws), length=run.length)["eta"]
+        etas[run.name] = float(point["eta"][0]), spread
+        low, high = np.percentile(spread, [2.5, 97.5])
+        line = {"tau": point["tau"][0], "eta": point["eta"][0], "low": low, "high": high}
+        print(json.dumps({"arm": run.name} | {k: round(float(v), 3) for k, v in line.items()}), flush=True)
+    *chains, (adaptive, _) = arms
+    best = max((run.name for run, _ in chains), key=lambda name: etas[name][0])
     value, spread = (etas["adaptive"][i] - etas[best][i] for i in (0, 1))
     low, high = np.percentile(spread, [2.5, 97.5])
-    summary = {"dtype": args.dtype, "temperature": args.temperature, "costs": [round(c, 3) for c in costs]}
+    summary = {
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "costs": [round(c, 3) for c in adaptive.costs],
+    }
     summary |= {
         "best": best,
         "adaptive_minus_best": round(value, 3),

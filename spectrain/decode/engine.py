@@ -21,6 +21,7 @@ from spectrain.decode.plan import check_plan, clamp, depths
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.stops import StopStrings, Tail, cut
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
+from spectrain.decode.walk import Laws
 from spectrain.kernels.likeliest import CACHED
 from spectrain.laws import LAWS, LOSSY_LAWS, Leniency
 from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
@@ -290,19 +291,7 @@ class _Engine:
             wanted = logits if len(rows) == len(logits) else logits[rows]
             return self._law(wanted, [places[i] for i in which], paths)
 
-        # Some requests at a time, so that their laws stay in a CPU's cache.
-        at_once = max(1, CACHED // self.target.vocab_size) if device.type == "cpu" else len(places)
-        if covers(proposals, device, law=self.law, streams=self.streams):
-            verdicts = verify_by_kernel(
-                proposals, logits, bases, laws,
-                law=self.law, streams=self.streams, requests=places, root_positions=roots,
-            )  # fmt: skip
-        else:
-            verdicts = verify(
-                proposals, laws,
-                law=self.law, streams=self.streams, requests=places, root_positions=roots,
-                leniency=self.leniency, at_once=at_once,
-            )  # fmt: skip
+        verdicts = self._judge(places, roots, proposals, logits, bases, laws)
         paths, observations = [], []
         for i, (place, text, verdict) in enumerate(zip(places, texts, verdicts, strict=True)):
             kept = self._emit(place, proposals[i], verdict)
@@ -316,6 +305,30 @@ class _Engine:
                 observations.append(Observation(place, start, next_ids, taps, final, first_id=text[0]))
         self.cache.commit_all(places, paths)
         return observations
+
+    def _judge(
+        self,
+        places: list[int],
+        roots: list[int],
+        proposals: list[Proposal],
+        logits: torch.Tensor,
+        bases: list[int],
+        laws: Laws,
+    ) -> list[Verdict]:
+        """A verdict per proposal. roots: position of each root, bases: its row of `logits`."""
+        device = logits.device
+        if covers(proposals, device, law=self.law, streams=self.streams):
+            return verify_by_kernel(
+                proposals, logits, bases, laws,
+                law=self.law, streams=self.streams, requests=places, root_positions=roots,
+            )  # fmt: skip
+        # Some requests at a time, so that their laws stay in a CPU's cache.
+        at_once = max(1, CACHED // self.target.vocab_size) if device.type == "cpu" else len(places)
+        return verify(
+            proposals, laws,
+            law=self.law, streams=self.streams, requests=places, root_positions=roots,
+            leniency=self.leniency, at_once=at_once,
+        )  # fmt: skip
 
     def _law(self, logits: torch.Tensor, places: list[int], paths: Iterable[list[int]]) -> torch.Tensor:
         """p at the rows of `logits`, one per request at `places`, behind the draft tokens `paths`; an error

@@ -26,8 +26,8 @@ from torch import nn
 from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
-from spectrain.drafters.layers import ResBlocks, share_tensor, supervised_rows
-from spectrain.drafters.newest_row import NewestRows, check_reach
+from spectrain.drafters.layers import ResBlocks, supervised_rows
+from spectrain.drafters.newest_row import NewestRows, check_reach, slot_heads
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
@@ -70,13 +70,9 @@ class Hydra(nn.Module):
         self.blocks = nn.ModuleList(
             ResBlocks(D, config.blocks, extra=(k + 1) * D) for k in range(config.heads)
         )
-        heads = [nn.Linear(D, len(kept_ids), bias=False) for _ in range(own)]
-        rows = target.head.weight[kept_ids.to(target.device)].float()
-        for head in heads:
-            share_tensor(head.weight, rows)
-        self.lm_heads = nn.ModuleList(heads)
+        self.lm_heads, rows = slot_heads(target, kept_ids, own)
         self.register_buffer("kept_ids", kept_ids.long(), persistent=False)
-        self.register_buffer("rows_of_target", rows[: 0 if own else None], persistent=False)
+        self.register_buffer("rows_of_target", rows, persistent=False)
         self._embedding = (target.embedding,)  # in a tuple, so that it is no submodule
 
     def state(self, slot: int, final_ND: torch.Tensor, seen_NS: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from spectrain.drafters.layers import share_tensor
 from spectrain.proposal import Observation, Plan
+from spectrain.target import Target
 
 
 class NewestRows:
@@ -32,6 +34,16 @@ class NewestRows:
             self.final[o.request] = o.final[-1]
             self.roots[o.request] = o.next_ids[-1]
             self.positions[o.request] = o.start + len(o.next_ids)
+
+
+def slot_heads(target: Target, kept_ids: torch.Tensor, count: int) -> tuple[nn.ModuleList, torch.Tensor]:
+    """`count` heads that start as the target's rows at the kept ids, and, if there are none, those rows
+    themselves, float32 [W, D] (else [0, D])."""
+    rows = target.head.weight[kept_ids.to(target.device)].float()
+    heads = [nn.Linear(rows.shape[1], len(rows), bias=False) for _ in range(count)]
+    for head in heads:
+        share_tensor(head.weight, rows)
+    return nn.ModuleList(heads), rows[: 0 if count else None]
 
 
 def check_reach(plan: Plan, heads: int) -> None:
