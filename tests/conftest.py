@@ -22,8 +22,8 @@ import torch
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns where it is not set
 
-# torch lists its constructors at the first such context. A list made while a test has torch.empty replaced would
-# lack the real one, and a later model "on meta" would fill the machine's memory.
+# torch lists its constructors at the first such context. A list made while a test has torch.empty replaced
+# would lack the real one, and a later model "on meta" would fill the machine's memory.
 with torch.device("meta"):
     torch.empty(0)
 
