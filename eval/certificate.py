@@ -8,11 +8,13 @@ file. Legend: M places, V vocabulary.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from spectrain.config import EvalConfig
 from spectrain.decode.generation import Generation
@@ -99,35 +101,36 @@ def certify(
     began = time.perf_counter()
     greedy_runs = [run for run in config.runs if run.temperature == 0]
     sampled_runs = [run for run in config.runs if run.temperature > 0 and not run.lossy]
-    greedy = sampling = None
-    if greedy_runs:
-        plans = {
-            (
-                r.drafter,
-                r.proposal,
-                r.length,
-                r.nodes,
-                r.top_k,
-                r.law,
-                str((r.paths, r.costs)),
-                _penalties(r),
-            ): r
-            for r in reversed(greedy_runs)
-        }
-        greedy = greedy_certificate(target, drafters, questions, config, list(plans.values())[::-1])
+
+    def check_greedy() -> dict:
+        plans: dict[tuple, DecodeRunConfig] = {}
+        for run in greedy_runs:
+            shape = (run.drafter, run.proposal, run.length, run.nodes, run.top_k, run.law)
+            plans.setdefault((*shape, str((run.paths, run.costs)), _penalties(run)), run)
+        greedy = greedy_certificate(target, drafters, questions, config, list(plans.values()))
         greedy["runs"] = [compare_run(target, run, texts[run.name]) for run in greedy_runs]
         greedy["pass"] = greedy["pass"] and not any(run["differences"] for run in greedy["runs"])
+        return greedy
+
+    checks: list[tuple[str, Callable[[], dict]]] = []
+    if greedy_runs:
+        checks.append(("greedy", check_greedy))
     if sampled_runs:
-        sampling = sampling_certificate(target, drafters, questions, config, sampled_runs)
+        checks.append(
+            ("sampling", lambda: sampling_certificate(target, drafters, questions, config, sampled_runs))
+        )
+    process = PartialState()  # several processes share the checks
+    found = [(name, check()) for name, check in checks[process.process_index :: process.num_processes]]
+    results = dict(gather_object(found))
     return {
-        "greedy": greedy,
-        "sampling": sampling,
+        "greedy": results.get("greedy"),
+        "sampling": results.get("sampling"),
         "lossy": [
             {"name": run.name, "law": run.law, "lossless": False, "leniency": run.leniency.of(run.law)}
             for run in config.runs
             if run.lossy
         ],
-        "pass": all(part is None or part["pass"] for part in (greedy, sampling)),
+        "pass": all(result["pass"] for result in results.values()),
         "seconds": time.perf_counter() - began,
     }
 

@@ -8,10 +8,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from spectrain.artifacts import write_bytes
 from spectrain.decode.generation import Generation, Round, Timing
-from spectrain.metrics import Counters, count
+from spectrain.eval.prompts import Prompt
+from spectrain.metrics import Counters, after_cut, count
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,35 @@ def _generation(row: dict) -> Generation:
         rounds=tuple(rounds),
         lossless=row["lossless"],
     )
+
+
+def shown(tokenizer, prompts: Sequence[Prompt], texts: Sequence[Text]) -> list[dict[str, Any]]:
+    """The first text of each category as [piece, whether a draft token wrote it] pairs, for the report to
+    show."""
+    asked = {prompt.id: prompt.turns[0] for prompt in prompts}
+    first = {text.category: text for text in reversed(texts) if text.turn == 0}
+    return [
+        {
+            "id": t.id,
+            "category": category,
+            "prompt": asked[t.id],
+            "pieces": _pieces(tokenizer, t.speculative),
+        }
+        for category, t in sorted(first.items())
+    ]
+
+
+def _pieces(tokenizer, text: Generation) -> list[list]:
+    drafted = [False]  # the prefill's token
+    for record in text.rounds:
+        accepted = after_cut(record)[0]
+        drafted += [True] * accepted + [False] * (record.emitted - accepted)
+    pieces: list[list] = []
+    text_so_far = ""
+    for i, is_draft in enumerate(drafted):
+        so_far = tokenizer.decode(text.ids[: i + 1], skip_special_tokens=True)
+        if so_far.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character; the next token completes it
+            continue
+        pieces.append([so_far[len(text_so_far) :], is_draft])
+        text_so_far = so_far
+    return pieces

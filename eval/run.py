@@ -8,7 +8,8 @@ made.
     R/eval/manifest.json            the settings, written last
 
 A run is written when it is finished and reused when nothing that shaped it has changed, so a killed
-evaluation goes on with the first unfinished run. Knows no family: target and drafter come through the
+evaluation goes on with the first unfinished run. Several processes share the prompts of each run and the
+checks of the certificate; the first one writes. Knows no family: target and drafter come through the
 functions it is given.
 """
 
@@ -20,25 +21,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
 from spectrain.checkpoint import weightless_drafter
 from spectrain.config import EvalConfig, RunConfig
-from spectrain.decode.generation import Generation
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import Question, certify
 from spectrain.eval.costs import measure_costs
 from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render
-from spectrain.eval.records import Text, read_texts, share, write_events, write_texts
+from spectrain.eval.records import Text, read_texts, share, shown, write_events, write_texts
 from spectrain.eval.report import write_report
 from spectrain.eval.speed import Arms, EngineArm, sampling_of
-from spectrain.metrics import after_cut, count, ratios
+from spectrain.metrics import count, ratios
 from spectrain.provenance import provenance
 from spectrain.target import Target
 
@@ -70,7 +73,9 @@ def evaluate(
     _check_names(config.eval)
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
-    (folder / MANIFEST).unlink(missing_ok=True)  # a report never reads an evaluation that is half another's
+    process = PartialState()
+    if process.is_main_process:
+        (folder / MANIFEST).unlink(missing_ok=True)  # a report never reads one that is half another's
     # The certificate needs float32, so that dtype comes last; each target is loaded once, one at a time.
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
@@ -80,7 +85,8 @@ def evaluate(
                 key = f"eval.runs.{run.name}.drafter"
                 drafters[run.drafter] = weightless_drafter(run.drafter, target, key=key)
         identity = _identity(config, target, drafters)
-        config = _priced(config, dtype, target, drafters, prompts, identity, folder / "costs")
+        with process.main_process_first():  # which measures and writes; the others read
+            config = _priced(config, dtype, target, drafters, prompts, identity, folder / "costs")
         for runs in _by_baseline([run for run in config.eval.runs if run.dtype == dtype]):
             asked = prompts[: runs[0].prompts or None]
             texts |= _decode_runs(config, runs, target, drafters, asked, identity, folder / "runs")
@@ -102,9 +108,10 @@ def evaluate(
         "shapes": shapes,
         "seconds": time.perf_counter() - began,
     }
-    write_json(folder / MANIFEST, manifest)
-    if not passed:
-        write_report(folder.parent)
+    if process.is_main_process:
+        write_json(folder / MANIFEST, manifest)
+        if not passed:
+            write_report(folder.parent)
 
 
 def _priced(
@@ -175,17 +182,22 @@ def decode_in_turns(
     A batch is kept full from a queue of QUEUED prompts per place, as in serving: else the requests with long
     accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up comes
     first and is dropped. encode: user turns and the answers between them to token ids; decode: token ids to
-    text. Later turns see the plain arm's answers, so that all arms continue one conversation.
+    text. Later turns see the plain arm's answers, so that all arms continue one conversation. Several
+    processes decode a share of the prompts each, at the same time, and all get all texts.
     """
+    process = PartialState()
     keys = {prompt.id: TURNS * i for i, prompt in enumerate(prompts)}
     ordered = list(prompts) if batch == 1 else sorted(prompts, key=lambda prompt: prompt.category)
+    ordered = ordered[process.process_index :: process.num_processes]
     queue = batch if batch == 1 else QUEUED * batch
     groups = [ordered[i : i + queue] for i in range(0, len(ordered), queue)]
-    first = groups[0][:batch]
-    arms.decode([encode(p.turns[:1], []) for p in first], [keys[p.id] for p in first])
+    if groups:
+        first = groups[0][:batch]
+        arms.decode([encode(p.turns[:1], []) for p in first], [keys[p.id] for p in first])
     texts: list[list[Text]] = [[] for _ in arms.others]
-    progress = progress_bar(title, total=len(prompts), unit="prompt")
-    for unit, group in enumerate(groups):
+    progress = progress_bar(title, total=len(ordered), unit="prompt")
+    for i, group in enumerate(groups):
+        unit = i * process.num_processes + process.process_index
         answers: dict[str, list[str]] = {prompt.id: [] for prompt in group}
         for turn in range(max(len(prompt.turns) for prompt in group)):
             asked = [prompt for prompt in group if turn < len(prompt.turns)]
@@ -203,7 +215,8 @@ def decode_in_turns(
                 answers[prompt.id].append(decode(text.ids))
         progress.update(len(group))
     progress.close()
-    return texts
+    shares = gather_object([texts])  # by process
+    return [sorted(chain(*found), key=lambda text: text.unit) for found in zip(*shares, strict=True)]
 
 
 def _decode_runs(
@@ -229,6 +242,7 @@ def _decode_runs(
     for run in runs:
         if run not in pending:
             log.info("eval: run %s reused", run.name)
+    process = PartialState()
     if pending:
         began = time.perf_counter()
         others = [EngineArm(target, drafters[r.drafter], r, *limits, record_events=events) for r in pending]
@@ -243,18 +257,19 @@ def _decode_runs(
             )
             made = provenance()
         seconds = time.perf_counter() - began
-        for run, texts in zip(pending, found, strict=True):
+        for run, texts in zip(pending, found, strict=True) if process.is_main_process else ():
             (folder / run.name / MANIFEST).unlink(missing_ok=True)  # it must not outlive what it describes
             write_texts(folder / run.name / "texts.jsonl", texts)
             (folder / run.name / "events.jsonl").unlink(missing_ok=True)
             if events:
                 write_events(folder / run.name / "events.jsonl", texts)
             mine = settings[run.name]
-            samples = _samples(target, prompts, texts)
+            samples = shown(target.tokenizer, prompts, texts)
             result = {"seconds": seconds, "samples": samples, "provenance": made}
             write_json(
                 folder / run.name / MANIFEST, {"fingerprint": fingerprint(mine), "settings": mine, **result}
             )
+        process.wait_for_everyone()  # before another reads
     return {run.name: read_texts(folder / run.name / "texts.jsonl") for run in runs}
 
 
@@ -267,13 +282,8 @@ def _certify(
     folder: Path,
 ) -> bool:
     """Make the certificate or read it back; whether it passed."""
-    path = folder / "certificate.json"
+    path, process = folder / "certificate.json", PartialState()
     questions = _questions(config, target, load_prompts(config.eval.prompts))
-
-    def make() -> dict[str, Any]:
-        write_json(path, certify(target, drafters, questions, config.eval, texts))
-        return {}
-
     decoded = {
         name: fingerprint([[asdict(text.speculative), asdict(text.plain)] for text in found])
         for name, found in texts.items()
@@ -285,9 +295,18 @@ def _certify(
         "texts": decoded,
         **identity,
     }
-    if reuse_or_run(folder, settings, make):
+    if is_done(folder, fingerprint(settings)):
         log.info("eval: certificate reused")
-    return read_json(path)["pass"]
+        return read_json(path)["pass"]
+    certificate = certify(target, drafters, questions, config.eval, texts)
+
+    def make() -> dict[str, Any]:
+        write_json(path, certificate)
+        return {}
+
+    if process.is_main_process:
+        reuse_or_run(folder, settings, make)
+    return certificate["pass"]
 
 
 def _encode(config: RunConfig, target: Target, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
@@ -333,38 +352,6 @@ def _identity(config: RunConfig, target: Target, drafters: Mapping[str, Any]) ->
 def _of_run(identity: Mapping[str, Any], run: DecodeRunConfig) -> dict[str, Any]:
     """The identity with the run's own drafter alone."""
     return {**identity, "drafters": identity["drafters"][run.drafter]}
-
-
-def _samples(target: Target, prompts: Sequence[Prompt], texts: Sequence[Text]) -> list[dict[str, Any]]:
-    """The first text of each category as [piece, whether a draft token wrote it] pairs, for the report to
-    show."""
-    asked = {prompt.id: prompt.turns[0] for prompt in prompts}
-    first = {text.category: text for text in reversed(texts) if text.turn == 0}
-    return [
-        {
-            "id": t.id,
-            "category": category,
-            "prompt": asked[t.id],
-            "pieces": _pieces(target.tokenizer, t.speculative),
-        }
-        for category, t in sorted(first.items())
-    ]
-
-
-def _pieces(tokenizer, text: Generation) -> list[list]:
-    drafted = [False]  # the prefill's token
-    for record in text.rounds:
-        accepted = after_cut(record)[0]
-        drafted += [True] * accepted + [False] * (record.emitted - accepted)
-    pieces: list[list] = []
-    shown = ""
-    for i, is_draft in enumerate(drafted):
-        so_far = tokenizer.decode(text.ids[: i + 1], skip_special_tokens=True)
-        if so_far.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character; the next token completes it
-            continue
-        pieces.append([so_far[len(shown) :], is_draft])
-        shown = so_far
-    return pieces
 
 
 @contextmanager

@@ -17,7 +17,7 @@ HELP = """\
 spectrain {version}: train, evaluate and export drafters for speculative decoding
 
   python -m spectrain recipe=NAME [stages=a,b] [run_dir=PATH] [key=value ...]
-  torchrun --nproc_per_node 2 -m spectrain recipe=NAME      on several processes
+  python -m spectrain recipe=NAME processes=2     or: torchrun, accelerate launch
 
 recipes (recipes/README.md says what each is; recipe=FILE.yaml takes your own)
 {recipes}
@@ -87,7 +87,12 @@ def _run(words: list[str], debug: bool) -> int:
     config = compose(words)
     from spectrain.eval.certificate import CertificateFailed
     from spectrain.serve_check import Disagreement
-    from spectrain.stages import run
+    from spectrain.stages import EVERY_PROCESS, run
+
+    if config.processes > 1 and "WORLD_SIZE" not in os.environ and {*config.stages} & {*EVERY_PROCESS}:
+        from spectrain.launch import launch
+
+        return launch(main, words, config.processes)
 
     try:
         run(config)

@@ -309,6 +309,8 @@ class RunConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     device: str = "auto"
     """auto, cpu or cuda."""
+    processes: int = 1
+    """Processes on this machine that share the work; a launcher (torchrun, accelerate) has its own count."""
     note: str = ""
     """A line printed before the run and in the report, for example what figures a demo can reach."""
 
@@ -318,6 +320,7 @@ class RunConfig:
         for stage in self.budget_s:
             choose("budget_s", stage, STAGES + ON_REQUEST)
         choose("device", self.device, ("auto", "cpu", "cuda"))
+        at_least("processes", self.processes, 1)
         decoding = [
             stage for stage in ("eval", "regenerate", "serve_check", "compare") if stage in self.stages
         ]

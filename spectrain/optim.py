@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
 from torch import nn
 
 from spectrain.config import TrainConfig
@@ -61,6 +63,35 @@ class Optimizers:
             part.zero_grad()
 
 
+class SharedMuon(torch.optim.Muon):
+    """Muon whose matrices are each turned by one process and sent to the others; a process alone turns all.
+
+    Gradients are the same on every process, and so are parameters and momenta after the step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        process = PartialState()
+        owners: dict[torch.Tensor, int] = {}
+        load = [0] * process.num_processes
+        for group in self.param_groups:
+            for matrix in sorted(group["params"], key=_products, reverse=True):
+                owner = owners[matrix] = load.index(min(load))
+                load[owner] += _products(matrix)
+                if owner != process.process_index:
+                    self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+                    matrix.grad = None  # leaves it out of this process's step
+        super().step()
+        if process.num_processes > 1:
+            for matrix, owner in owners.items():
+                broadcast(matrix.detach(), from_process=owner)
+
+
+def _products(matrix: torch.Tensor) -> int:
+    """Multiplications of a step of Muon, up to a factor."""
+    return matrix.numel() * min(matrix.shape)
+
+
 def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
     """AdamW in two groups, matrices with weight decay and vectors without; with optimizer=muon, Muon for the
     matrices other than head and embedding, whose rows are tokens.
@@ -95,7 +126,7 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
     if turned:
         group = {"params": turned, "share": config.muon_learning_rate / config.learning_rate}
         parts.append(
-            torch.optim.Muon(
+            SharedMuon(
                 [group],
                 lr=config.muon_learning_rate,
                 weight_decay=config.weight_decay,

@@ -7,8 +7,8 @@
     R/cells/NAME-SEED   a run folder for each cell of a comparison; R/compare.json, R/compare.md
 
 A stage's own fingerprint decides whether its result is reused; this file only says what came out. With
-several processes all capture, train and regenerate; the rest is the first one's. Knows no stage's work: a
-stage's imports come when it runs.
+several processes all capture, train, evaluate and regenerate; the rest is the first one's. Knows no stage's
+work: a stage's imports come when it runs.
 """
 
 import logging
@@ -36,7 +36,7 @@ from spectrain.target import Target, load_target
 
 log = logging.getLogger(__name__)
 
-EVERY_PROCESS = ("capture", "train", "regenerate", "compare")
+EVERY_PROCESS = ("capture", "train", "eval", "regenerate", "compare")
 OUTPUTS = {
     "prepare": ("prepared",),
     "capture": ("features",),

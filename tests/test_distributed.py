@@ -29,15 +29,17 @@ def lines(folder):
 
 
 @pytest.mark.slow
-def test_two_processes_follow_the_curve_of_one_over_twenty_steps(tmp_path):
-    launch("train_worker.py", tmp_path / "one", "twenty_steps_on_uneven_shards", processes=1)
-    outs = launch("train_worker.py", tmp_path / "two", "twenty_steps_on_uneven_shards")
+@pytest.mark.parametrize("optimizer, rel", [("adamw", 1e-5), ("muon", 1e-3)])  # Muon turns in bfloat16
+def test_two_processes_follow_the_curve_of_one_over_twenty_steps(tmp_path, optimizer, rel):
+    work = ("twenty_steps_on_uneven_shards", optimizer)
+    launch("train_worker.py", tmp_path / "one", *work, processes=1)
+    outs = launch("train_worker.py", tmp_path / "two", *work)
     one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert [line["step"] for line in two] == list(range(1, 21))
     for a, b in zip(one, two, strict=True):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
-        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
-        assert b["train/alpha"] == pytest.approx(a["train/alpha"], rel=1e-5)
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=rel)
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=10 * rel)
+        assert b["train/alpha"] == pytest.approx(a["train/alpha"], rel=rel)
         assert (b["train/rows"], b["train/tokens"]) == (a["train/rows"], a["train/tokens"])
     assert outs[0] == outs[1]  # parameters bit for bit, counters, steps
     shards = [{p.name: p.read_bytes() for p in (tmp_path / n / "features").iterdir()} for n in ("one", "two")]

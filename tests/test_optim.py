@@ -1,13 +1,16 @@
 """Learning rates as closed forms; float32 masters that move."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from spectrain import optim
 from spectrain.config import TrainConfig
 from spectrain.optim import (
+    SharedMuon,
     build_optimizer,
     learning_rate,
     load_optimizer,
@@ -92,3 +95,32 @@ def test_optimizer_state_of_another_drafter_is_named(change, message):
     change(state)
     with pytest.raises(ValueError, match=message):
         load_optimizer(module, optimizer, state)
+
+
+def test_two_processes_turn_half_of_the_matrices_each_and_keep_every_momentum(monkeypatch):
+    """Each process is tried alone; what it would get from the other is missing from its parameters."""
+
+    def stepped(index, processes):
+        torch.manual_seed(0)
+        matrices = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((8, 4), (6, 6), (4, 4))]
+        optimizer = SharedMuon([{"params": matrices}], lr=0.1, momentum=0.9)
+        for matrix in matrices:
+            optimizer.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
+            matrix.grad = torch.randn(matrix.shape)
+        state = SimpleNamespace(process_index=index, num_processes=processes)
+        monkeypatch.setattr(optim, "PartialState", lambda: state)
+        sent: list[int] = []
+        monkeypatch.setattr(optim, "broadcast", lambda tensor, from_process: sent.append(from_process))
+        before = [matrix.detach().clone() for matrix in matrices]
+        optimizer.step()
+        momenta = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
+        return [m.detach() for m in matrices], momenta, before, sent
+
+    alone, momenta, _, none = stepped(0, 1)
+    assert none == []
+    for index, mine in ((0, [1]), (1, [0, 2])):  # products 128, 216, 64
+        matrices, kept, before, sent = stepped(index, 2)
+        assert sent == [0, 1, 1]
+        assert all(torch.equal(a, b) for a, b in zip(momenta, kept, strict=True))
+        for i, matrix in enumerate(matrices):
+            assert torch.equal(matrix, alone[i] if i in mine else before[i])

@@ -15,6 +15,7 @@ from spectrain import __main__ as command
 from spectrain import stages
 from spectrain.artifacts import read_json
 from spectrain.config import STAGES
+from spectrain.eval.records import read_texts
 from spectrain.testing import byte_tokenizer
 
 
@@ -256,3 +257,30 @@ def test_the_exports_of_a_run_are_checked_and_a_folder_by_its_path(finished, inp
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert spectrain(inputs, finished, "stages=check_export", f"path={folder}") == 2
     assert "served: rule 11, values" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one_does(finished, inputs, tmp_path):
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run_dir / "eval")
+    assert spectrain(inputs, run_dir, "stages=[eval,report]", "processes=2") == 0
+    one, two = (
+        [
+            (t.id, t.turn, t.unit, t.speculative.ids, t.plain.ids, t.speculative.rounds)
+            for t in read_texts(file)
+        ]
+        for file in (folder / "eval" / "runs" / "chain" / "texts.jsonl" for folder in (finished, run_dir))
+    )
+    assert one == two
+    certificates = [
+        read_json(folder / "eval" / "certificate" / "certificate.json") for folder in (finished, run_dir)
+    ]
+    for certificate in certificates:
+        del certificate["seconds"]
+    assert certificates[0] == certificates[1]
+    assert read_json(run_dir / "report.json")["provenance"]["processes"] == 2
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_a_process_is_the_commands(inputs, tmp_path):
+    assert spectrain(inputs, tmp_path, "stages=[train]", "processes=2") == 2

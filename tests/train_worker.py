@@ -52,9 +52,9 @@ def kill_before_marker_of_step_6(folder):
     run(config, random_samples(20), drafter, target, folder)
 
 
-def twenty_steps_on_uneven_shards(folder):
+def twenty_steps_on_uneven_shards(folder, optimizer="adamw"):
     target = Target(tiny_llama())
-    config = settings(Config(unroll=2), batch_tokens=90, passes=9, max_steps=20)
+    config = settings(Config(unroll=2), batch_tokens=90, passes=9, max_steps=20, optimizer=optimizer)
     drafter = checkpoint.build_drafter(config.drafter, target, torch.arange(0, 260, 3))
     samples = random_samples(13)
     capture(target, samples, drafter.taps, folder / "features", micro_tokens=80, progress=False)
@@ -89,4 +89,4 @@ def nan_on_one_process(folder):
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[2]](Path(sys.argv[1]))
+    globals()[sys.argv[2]](Path(sys.argv[1]), *sys.argv[3:])
