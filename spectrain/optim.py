@@ -70,7 +70,7 @@ class SharedMuon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         process = PartialState()
         owners: dict[torch.Tensor, int] = {}
         load = [0] * process.num_processes
@@ -81,7 +81,7 @@ class SharedMuon(torch.optim.Muon):
                 if owner != process.process_index:
                     self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
                     matrix.grad = None  # leaves it out of this process's step
-        super().step()
+        super().step(closure)
         if process.num_processes > 1:
             for matrix, owner in owners.items():
                 broadcast(matrix.detach(), from_process=owner)
