@@ -92,7 +92,7 @@ def _run(words: list[str], debug: bool) -> int:
     if config.processes > 1 and "WORLD_SIZE" not in os.environ and {*config.stages} & {*EVERY_PROCESS}:
         from spectrain.launch import launch
 
-        return launch(main, words, config.processes)
+        return launch(words, config.processes)
 
     try:
         run(config)

@@ -6,13 +6,12 @@ card. torchrun and accelerate launch do the same and reach over machines. Knows 
 
 import os
 import socket
-from collections.abc import Callable
 
 from torch.multiprocessing import ProcessExitedException, spawn
 
 
-def launch(command: Callable[[list[str]], int], words: list[str], processes: int) -> int:
-    """Run command(words) in every process; the first exit code that is not 0, or 0.
+def launch(words: list[str], processes: int) -> int:
+    """Run the command with `words` in every process; the first exit code that is not 0, or 0.
 
     The others are ended when one fails, and all end with this one.
     """
@@ -21,7 +20,7 @@ def launch(command: Callable[[list[str]], int], words: list[str], processes: int
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     try:
-        spawn(_work, (command, words, processes, port), nprocs=processes)
+        spawn(_work, (words, processes, port), nprocs=processes)
     except ProcessExitedException as error:
         return error.exit_code
     return 0
@@ -38,4 +37,4 @@ def _work(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    raise SystemExit(command(words))
+    raise SystemExit(main(words))
