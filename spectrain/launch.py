@@ -26,9 +26,9 @@ def launch(words: list[str], processes: int) -> int:
     return 0
 
 
-def _work(
-    rank: int, command: Callable[[list[str]], int], words: list[str], processes: int, port: int
-) -> None:
+def _work(rank: int, words: list[str], processes: int, port: int) -> None:
+    from spectrain.__main__ import main
+
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
