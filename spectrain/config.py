@@ -14,7 +14,7 @@ from spectrain.server_settings import ServerConfig
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate", "doctor", "serve_check", "compare", "check_export")
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "speculators", "trtllm", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)

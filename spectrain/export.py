@@ -6,11 +6,13 @@ from the state dict to the file; no model is built on the way. Families that are
 `export_models.py`. Knows no engine's code.
 
 A finished folder of a head holds
-    config.json, model.safetensors    what an engine reads
+    config.json, model.safetensors    what an engine reads; the code of Medusa's and Hydra's authors reads
+                                      FAMILY_lm_head.pt in place of the latter
     check/replay.safetensors          fixed random states and the drafter's own decode-loop logits on them
     README.md                         the model card
 """
 
+import io
 import json
 import logging
 import shutil
@@ -27,14 +29,14 @@ from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
 from spectrain.export_models import rounded, write_mtp, write_standalone
 from spectrain.proposal import Observation, Plan
-from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq
-from spectrain.replay_heads import open_replay
+from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq, plain
+from spectrain.replay_heads import PICKLES, open_replay
 from spectrain.target import Target
 
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
 SHOWN = 64  # rows of the target's head in the recorded draft of a family that drafts through it
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
-WHOLE_MODELS = {"mtp": write_mtp, "standalone": write_standalone}
+WHOLE_MODELS = {"mtp": write_mtp, "mtp-speculators": write_mtp, "standalone": write_standalone}
 
 CARD = """\
 # A draft model for speculative decoding
@@ -49,14 +51,15 @@ Family {family}. It works with its target only, and does not change the target's
 
 {contents}
 """
-CONTENTS = {
+CONTENTS = {  # by folder, where it is no head
     "mtp": "This folder is the target with other MTP weights (`mtp.safetensors`); its other weights are "
     "links.",
+    "mtp-speculators": "This folder is the MTP block alone; embedding and head are the target's.",
     "standalone": "This folder is an ordinary model.",
 }
 HEAD = (
-    "The embedding is the target's and is not in this folder. `check/` holds a recorded draft of the trained "
-    "drafter; `stages=check_export path=FOLDER` replays it from these files."
+    "The embedding is the target's. `check/` holds a recorded draft of the trained drafter; "
+    "`stages=check_export path=FOLDER` replays it from these files."
 )
 
 log = logging.getLogger(__name__)
@@ -77,11 +80,12 @@ def export(config: RunConfig, target: Target, drafter, folder: Path) -> list[Pat
 def _write(config: RunConfig, target: Target, drafter, final: Path, engines: list[str]) -> Path:
     staging = final.parent / f".{final.name}.partial"
     shutil.rmtree(staging, ignore_errors=True)
-    write = WHOLE_MODELS.get(config.drafter.family, write_head)
+    write = WHOLE_MODELS.get(final.name, write_head)
     try:
         staging.mkdir(parents=True)
         worst = write(config, target, drafter, staging, engines)
-        card = model_card(config, target, drafter, final.parent.parent, engines)
+        contents = CONTENTS.get(final.name, HEAD)
+        card = model_card(config, target, drafter, final.parent.parent, engines, contents)
         write_bytes(staging / "README.md", card.encode())
         if final.exists():
             shutil.rmtree(final)
@@ -100,8 +104,14 @@ def write_head(config: RunConfig, target: Target, drafter, folder: Path, engines
         name: t.detach().to(dtype if t.is_floating_point() else t.dtype).cpu()
         for name, t in drafter.export_tensors(engine).items()
     }
-    write_tensors(folder / "model.safetensors", tensors, _metadata(config, target, drafter, engines))
-    write_tensors(folder / "check" / "replay.safetensors", record(drafter, target, dtype))
+    metadata, pickled = _metadata(config, target, drafter, engines), f"{config.drafter.family}_lm_head.pt"
+    if engine == "reference" and pickled in PICKLES:
+        stream = io.BytesIO()
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, stream)
+        write_bytes(folder / pickled, stream.getvalue())
+    else:
+        write_tensors(folder / "model.safetensors", tensors, metadata)
+    write_tensors(folder / "check" / "replay.safetensors", record(drafter, target, dtype), metadata)
     return check(folder, target)
 
 
@@ -142,10 +152,10 @@ def check_untrained(target: Target, drafter, settings: ExportConfig) -> None:
     refuse after its training."""
     family = drafter.config.family
     for engine in settings.engine:
-        config = drafter.engine_config(target, engine)
-        forms(family, [engine])
-        if family not in WHOLE_MODELS:
-            config = engine_config(target, drafter, settings.dtype, engine)
+        drafter.engine_config(target, engine)
+        (name,) = forms(family, [engine])
+        if name not in WHOLE_MODELS:
+            config = plain(engine_config(target, drafter, settings.dtype, engine))
             _check_rope("export", config, target)
         if family == "eagle3":
             check_config("export", config)
@@ -158,6 +168,10 @@ def engine_config(target: Target, drafter, dtype: str, engine: str) -> dict[str,
     Raises ValueError on an unknown rope type.
     """
     own = drafter.engine_config(target, engine)
+    if engine == "speculators":
+        layer = own["transformer_layer_config"]
+        own["transformer_layer_config"] = {**layer, **rope_dialects(layer["rope_parameters"])}
+        return {**own, "tie_word_embeddings": False, "dtype": dtype}
     special = {key: target.config.to_dict().get(key) for key in ("bos_token_id", "eos_token_id")}
     return {
         **own,
@@ -185,7 +199,9 @@ def rope_dialects(rope: dict[str, Any]) -> dict[str, Any]:
     return dialects
 
 
-def model_card(config: RunConfig, target: Target, drafter, run_dir: Path, engines: Sequence[str]) -> str:
+def model_card(
+    config: RunConfig, target: Target, drafter, run_dir: Path, engines: Sequence[str], contents: str
+) -> str:
     """README.md: what the drafter was trained on, for how long, what it reaches, and how `engines` serve
     it."""
     family = config.drafter.family
@@ -206,13 +222,23 @@ def model_card(config: RunConfig, target: Target, drafter, run_dir: Path, engine
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
         facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    use = "\n\n".join(_launch(family, engine, config.eval.runs[0].length) for engine in engines)
-    return CARD.format(family=family, facts=lines, use=use, contents=CONTENTS.get(family, HEAD))
+    use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
+    return CARD.format(family=family, facts=lines, use=use, contents=contents)
 
 
-def _launch(family: str, engine: str, length: int) -> str:
+def _launch(drafter, engine: str, length: int) -> str:
     """How an engine is started with the folder of the drafter; with MTP, the folder is the target too."""
+    family = drafter.config.family
     name, inside = method(family, engine), family == "mtp"
+    if engine == "reference":
+        return f"The authors' code: `{name}`"
+    if engine == "speculators":
+        return "speculators: `SpeculatorModel.from_pretrained(FOLDER)`"
+    if engine == "trtllm":
+        given: dict[str, Any] = {"decoding_type": name, "max_draft_len": length}
+        given |= {} if inside else {"speculative_model": "FOLDER"}
+        given |= {"eagle3_layers_to_capture": list(drafter.taps)} if family == "eagle3" else {}
+        return f"TensorRT-LLM: `speculative_config: {json.dumps(given)}`"
     if engine == "sglang":
         where = "--model-path FOLDER" if inside else "--speculative-draft-model-path FOLDER"
         return f"SGLang: `--speculative-algorithm {name} {where}`"
@@ -264,7 +290,9 @@ def record(drafter, target: Target, dtype: torch.dtype) -> dict[str, torch.Tenso
     final = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator)
     next_ids = torch.randint(target.vocab_size, (CHECK_ROWS,), generator=generator)
     recorder, device = _Recorder(), target.device
-    steps = min(CHECK_STEPS, drafter.config.heads) if drafter.config.family == "medusa" else CHECK_STEPS
+    steps = CHECK_STEPS
+    if drafter.config.family in ("medusa", "hydra"):
+        steps = min(steps, drafter.config.heads)
     with rounded(drafter, dtype):
         drafting = drafter.start(1, CHECK_ROWS + CHECK_STEPS + 1)
         seen = Observation(

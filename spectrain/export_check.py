@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from spectrain.artifacts import read_json, read_tensors
+from spectrain.drafters.eagle3_forms import UNKNOWN
 from spectrain.export_files import ARCHITECTURES, INDEX, KEYS, NOT_FLOAT, Folder
-from spectrain.replay import IDS_KEY, inv_freq, sglang_shift
+from spectrain.replay import IDS_KEY, SPECULATORS_KEY, inv_freq, sglang_shift
 from spectrain.replay_heads import open_replay
 
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
-HEADS = ("eagle3", "eagle1", "medusa")
+HEADS = ("eagle3", "eagle1", "medusa", "hydra")
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ def keys(e: Folder) -> Iterator[str]:
             yield f"key {key} is null"
     named = e.config.get("architectures")
     for engine in e.engines if e.form in HEADS else ():
+        if engine == "reference":
+            continue  # the authors' code does not read it
         allowed = ARCHITECTURES.get((e.form, engine), ())
         if not named or len(named) != 1 or named[0] not in allowed:
             yield f"architectures={named}: {engine} wants {' or '.join(allowed) or 'no ' + e.form}"
@@ -115,12 +118,29 @@ def keys(e: Folder) -> Iterator[str]:
     reach, whole = config.get("max_position_embeddings"), e.target.max_position_embeddings
     if reach is not None and reach < whole:
         yield f"max_position_embeddings={reach}: the target has {whole}"
-    if e.form == "eagle3" and config.get("norm_before_residual") and "sglang" in e.engines:
-        yield "norm_before_residual=true: SGLang does not know it"
+    for engine in e.engines if e.form == "eagle3" else ():
+        switches, name = UNKNOWN.get(engine, ((), ""))
+        yield from (f"{switch}=true: {name} does not know it" for switch in switches if config.get(switch))
+    yield from _speculators(e)
     if config.get("norm_before_fc") and config.get("fc_norm"):
         yield "norm_before_fc and fc_norm: engines differ in what they do with both"
     if e.form in ("eagle3", "eagle1"):
         yield from _rope(e)
+
+
+def _speculators(e: Folder) -> Iterator[str]:
+    """What its library needs; vLLM takes a missing norm_before_residual as true, the library as false."""
+    if "speculators" not in e.engines:
+        return
+    section = e.config.get("speculators_config") or {}
+    if SPECULATORS_KEY not in e.config:
+        yield f"key {SPECULATORS_KEY} is missing: speculators takes it for a foreign form"
+    if not (section.get("verifier") or {}).get("name_or_path"):
+        yield "speculators_config.verifier.name_or_path is missing: speculators reads the target there"
+    if not section.get("proposal_methods"):
+        yield "speculators_config.proposal_methods is missing"
+    if e.form == "eagle3" and "norm_before_residual" not in e.config:
+        yield "key norm_before_residual is missing: readers differ in what that means"
 
 
 def _rope(e: Folder) -> Iterator[str]:
@@ -196,11 +216,15 @@ def layer_convention(e: Folder) -> Iterator[str]:
     points = {"vllm": e.config.get(IDS_KEY) or [2, n // 2, n - 3]}
     shift = sglang_shift(e.target.model_type, nested[0]) if nested else 0
     points["sglang"] = [k + shift for k in nested] if nested else [2, n // 2, n - 3]
+    points["speculators"], points["reference"] = points["vllm"], [2, n // 2, n - 3]
+    engines = [engine for engine in e.engines if engine != "trtllm"]  # it is told at its start
+    if not engines:
+        raise DoesNotApply("TensorRT-LLM is told the layers at its start")
     trained = e.recorded_taps()
-    wanted = points[e.engines[0]] if trained is None else [k + 1 for k in trained]
-    for engine in e.engines:
+    wanted = points[engines[0]] if trained is None else [k + 1 for k in trained]
+    for engine in engines:
         if points[engine] != wanted:
-            source = f"{e.engines[0]} of" if trained is None else "trained were"
+            source = f"{engines[0]} of" if trained is None else "trained were"
             yield f"{engine} captures the inputs of layers {points[engine]}: {source} {wanted}"
 
 
@@ -240,6 +264,8 @@ def eagle1(e: Folder) -> Iterator[str]:
     bias = e.tensor("fc.bias") if "fc.bias" in e.names else None
     if bias is None and "sglang" in e.engines:
         yield "fc.bias is missing: SGLang leaves it random"
+    if bias is None and "reference" in e.engines and e.config.get("bias", True):
+        yield "fc.bias is missing and bias is not false: the authors' code leaves it random"
     if bias is not None and bias.any() and "vllm" in e.engines:
         yield "fc.bias is not zero: vLLM leaves it out"
 
@@ -279,7 +305,8 @@ def random_parameters(e: Folder) -> Iterator[str]:
 
 
 def values(e: Folder) -> Iterator[str]:
-    others = [path.name for path in e.path.glob("*") if path.suffix in (".bin", ".pt", ".pth")]
+    pickles = {path.name for path in e.path.glob("*") if path.suffix in (".bin", ".pt", ".pth")}
+    others = sorted(pickles - set(e.files))
     for name in others:
         yield f"{name}: weights that do not load with safetensors alone"
     for name in e.names:

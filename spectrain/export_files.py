@@ -1,7 +1,8 @@
 """An exported folder as it lies there, whoever wrote it: config, tensors, form, and the contract of its form.
 
 Reads leniently, so that `export_check.py` can name every fault and not only the first. Knows the forms of
-EAGLE-3, EAGLE-1, Medusa, a target with MTP weights and an ordinary model. Legend: as in `replay.py`.
+EAGLE-3, EAGLE-1, Medusa, Hydra, a target with MTP weights, an MTP block alone and an ordinary model. Legend:
+as in `replay.py`.
 """
 
 import json
@@ -14,15 +15,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from spectrain.artifacts import read_json
-from spectrain.drafters.mtp_weights import Names, names_of
-from spectrain.replay import IDS_KEY, expected_shapes
-from spectrain.replay_heads import eagle1_shapes, medusa_shapes
+from spectrain.drafters.mtp_weights import SPECULATORS, Names, names_of
+from spectrain.replay import IDS_KEY, SPECULATORS_KEY, expected_shapes, plain
+from spectrain.replay_heads import (
+    HYDRA_KEYS,
+    PICKLES,
+    eagle1_shapes,
+    hydra_shapes,
+    medusa_name,
+    medusa_shapes,
+    read_pickle,
+)
 
 INDEX = "model.safetensors.index.json"
 NOT_FLOAT = {"d2t": "int64", "t2d": "bool", "token_map": "int64"}
 ARCHITECTURES = {  # form and engine: what config.json may name
     ("eagle3", "vllm"): ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
     ("eagle3", "sglang"): ("LlamaForCausalLMEagle3",),
+    ("eagle3", "speculators"): ("Eagle3DraftModel",),
+    ("eagle3", "trtllm"): ("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
     ("eagle1", "vllm"): ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
     ("eagle1", "sglang"): ("LlamaForCausalLMEagle",),
     ("medusa", "vllm"): ("MedusaModel",),
@@ -38,6 +49,7 @@ KEYS = {
         "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings",
     ),
     "medusa": ("model_type", "hidden_size", "num_heads", "num_hidden_layers", "vocab_size"),
+    "hydra": HYDRA_KEYS,
     "mtp": ("model_type", "num_hidden_layers", "vocab_size"),
     "standalone": ("model_type", "vocab_size"),
 }  # fmt: skip
@@ -54,12 +66,13 @@ class Folder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json")
+        return plain(read_json(self.path / "config.json"))
 
     @cached_property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Names of the tensors of every safetensors file. Raises ValueError for a damaged one."""
-        found = {}
+        """Names of the tensors of every safetensors file, and of the authors' pickle of heads. Raises
+        ValueError for a damaged one."""
+        found = {name: tuple(tensors) for name, tensors in self.pickled.items()}
         for path in sorted(self.path.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
@@ -70,18 +83,30 @@ class Folder:
             raise ValueError(f"{self.path}: no safetensors file there")
         return found
 
+    @cached_property
+    def pickled(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of the authors' pickle, where they are to read it."""
+        wanted = PICKLES if "reference" in self.engines else ()
+        return {name: read_pickle(self.path / name) for name in wanted if (self.path / name).exists()}
+
     @property
     def names(self) -> list[str]:
         return [name for names in self.files.values() for name in names]
 
     def tensor(self, name: str) -> torch.Tensor:
         where = next(file for file, names in self.files.items() if name in names)
+        if where in self.pickled:
+            return self.pickled[where][name]
         with safe_open(self.path / where, framework="pt") as file:
             return file.get_tensor(name)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        with safe_open(self.path / next(iter(self.files)), framework="pt") as file:
+        fixture = self.path / "check" / "replay.safetensors"  # beside a pickle, which holds none
+        path = min(self.path.glob("*.safetensors"), default=fixture)
+        if not path.exists():
+            return {}
+        with safe_open(path, framework="pt") as file:
             return file.metadata() or {}
 
     @cached_property
@@ -94,6 +119,8 @@ class Folder:
             return "eagle1"
         if self.config.get("model_type") == "medusa" or named == "MedusaModel":
             return "medusa"
+        if "hydra_head_arch" in self.config:
+            return "hydra"
         return "mtp" if self.mtp_count else "standalone"
 
     def has(self, name: str) -> bool:
@@ -110,6 +137,8 @@ class Folder:
 
     @cached_property
     def mtp_names(self) -> Names | None:
+        if SPECULATORS_KEY in self.config:
+            return SPECULATORS
         return names_of(self.target, self.mtp_count)
 
     @cached_property
@@ -131,13 +160,16 @@ class Folder:
             return {name: shape for name, shape in expected_shapes(config).items() if name != "t2d"}
         if self.form == "eagle1":
             shapes = eagle1_shapes({**config, "architectures": ["EagleLlamaForCausalLM"]})
-            bias = "sglang" in self.engines
+            authors = "reference" in self.engines and self.config.get("bias", True)
+            bias = "sglang" in self.engines or authors
             return {**shapes, **({"fc.bias": (config["hidden_size"],)} if bias else {})}
         if self.form == "medusa":
             config.setdefault("truncated_vocab_size", config["vocab_size"])
             config.setdefault("medusa_fc_bias", False)
             config.setdefault("original_lm_head", False)
             return medusa_shapes(config)
+        if self.form == "hydra":
+            return hydra_shapes(config)
         if self.form == "mtp" and self.mtp_names is not None:
             D = self.target.hidden_size
             found: dict[str, tuple[int, ...]] = {}
@@ -154,7 +186,10 @@ class Folder:
         return {}
 
     def canonical(self, name: str) -> str:
-        """A tensor's name as `shapes` has it: engines read layers.0. and midlayer. alike in EAGLE-3."""
+        """A tensor's name as `shapes` has it: engines read layers.0. and midlayer. alike in EAGLE-3; of
+        Medusa, vLLM's for the authors'."""
+        if self.form == "medusa":
+            return medusa_name(name)
         return name.replace("layers.0.", "midlayer.", 1) if self.form == "eagle3" else name
 
     def fixture(self) -> Path | None:

@@ -66,19 +66,43 @@ def write_standalone(config: RunConfig, target: Target, drafter, folder: Path, e
 
 
 def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
-    """The target's folder with the drafter's blocks; returns 0, since all that was written is read back
-    equal.
+    """The target's folder with the drafter's blocks, or for speculators the blocks alone; returns 0, since
+    all that was written is read back equal.
 
     Raises ValueError for a target that is not on disk as safetensors, or is quantised.
     """
+    dtype = getattr(torch, config.export.dtype)
+    new = {name: t.detach().to(dtype).cpu() for name, t in drafter.export_tensors(engines[0]).items()}
+    metadata = {
+        "format": "pt",
+        "target": json.dumps(target.fingerprint()),
+        "recipe": config.recipe,
+        "engines": json.dumps(engines),
+    }
+    if engines == ["speculators"]:
+        own = {"tie_word_embeddings": False, "dtype": config.export.dtype}
+        write_json(folder / "config.json", drafter.engine_config(target, engines[0]) | own)
+        write_tensors(folder / "model.safetensors", new, metadata)
+    else:
+        _write_into_target(target, drafter, folder, engines[0], new, metadata)
+    read = reader(str(folder))
+    for name, tensor in new.items():
+        back = read(name)
+        if back is None or not torch.equal(back, tensor):
+            raise ValueError(f"{folder}: tensor {name} is not read back as it was written")
+    return 0.0
+
+
+def _write_into_target(
+    target: Target, drafter, folder: Path, engine: str, new: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> None:
+    """The target's folder, config.json and index with the tensors `new`."""
     source = _local(target.path)
     own = read_json(source / "config.json")
     inner = own.get("text_config", own)
     if "quantization_config" in own:
         raise ValueError(f"{source}: a quantised target; its MTP weights cannot be replaced by plain ones")
-    inner |= drafter.engine_config(target, engines[0])
-    dtype = getattr(torch, config.export.dtype)
-    new = {name: t.detach().to(dtype).cpu() for name, t in drafter.export_tensors(engines[0]).items()}
+    inner |= drafter.engine_config(target, engine)
     weights = _weight_map(source)
     for name in sorted({*weights.values()}):
         _shard(source / name, folder / name, set(new))
@@ -86,21 +110,11 @@ def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engines:
         if path.is_file() and path.suffix not in (".safetensors", *OTHER_WEIGHTS) and path.name != INDEX:
             shutil.copyfile(path, folder / path.name)
     write_json(folder / "config.json", own)
-    write_tensors(
-        folder / SHARD,
-        new,
-        {"format": "pt", "target": json.dumps(target.fingerprint()), "recipe": config.recipe},
-    )
+    write_tensors(folder / SHARD, new, metadata)
     weights |= dict.fromkeys(new, SHARD)
     kept = {name for name in weights.values() if (folder / name).exists()}
     size = sum((folder / name).stat().st_size for name in kept)
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weights})
-    read = reader(str(folder))
-    for name, tensor in new.items():
-        back = read(name)
-        if back is None or not torch.equal(back, tensor):
-            raise ValueError(f"{folder}: tensor {name} is not read back as it was written")
-    return 0.0
 
 
 def _local(path: str) -> Path:

@@ -1,10 +1,10 @@
 """A second, minimal EAGLE-3 that reads an exported folder and nothing else: what a serving engine computes.
 
-Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets), in plain torch and
-float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows one draft layer
-without biases, with or without a norm per tap, a normed residual and a normed state fed back; a folder that
-asks for another graph is refused. Attention is written out and runs on the CPU: it is a check, not an engine.
-Embeddings are given, since they are the target's, in the engines too.
+Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets) and that of speculators,
+in plain torch and float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows
+one draft layer without biases, with or without a norm per tap, a normed residual and a normed state fed back;
+a folder that asks for another graph is refused. Attention is written out and runs on the CPU: it is a check,
+not an engine. Embeddings are given, since they are the target's, in the engines too.
 
 Row t fuses the target's states at position t with the embedding of x_{t+1}. A draft step appends a row at the
 next position that carries the output of the row before it and the embedding of the draft token.
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURE, SPECULATORS_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3DraftModel"
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS_KEY = "speculators_model_type"
 GRAPH = {  # keys that change the computation, at the only value known here
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -53,6 +54,9 @@ class Replay:
         self.config = _read_config(folder / "config.json")
         self.inv_freq, self.rope_scale = inv_freq(self.config)
         self.metadata, stored = read_stored(path)
+        if SPECULATORS_KEY in self.config:
+            stored.pop("embed_tokens.weight", None)
+            stored = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in stored.items()}
         for key in ("tap_ids", "target", "target_model_type"):
             if key not in self.metadata:
                 raise ValueError(f"{path}: no {key} in the file's metadata: spectrain did not write it")
@@ -118,6 +122,18 @@ class Replay:
         """What the recorded draft `fixture` should hold as `logits` [S + 1, W], from this folder alone."""
         taps, embeds, rows = fixture["taps"], fixture["embeds"], len(fixture["taps"])
         return self.draft(taps, embeds[:rows], torch.arange(rows), embeds[rows:])[:, self.target_ids]
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of speculators with its layer's keys at the top, as every other form has them; another as it
+    is."""
+    if SPECULATORS_KEY not in config:
+        return config
+    found = {**config.get("transformer_layer_config", {}), **config}
+    found |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    if config[SPECULATORS_KEY] == "eagle3":
+        found["num_aux_hidden_states"] = len(config.get(IDS_KEY) or (0, 0, 0))
+    return found
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -194,9 +210,13 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor that the exported file must hold, and no other."""
     D, F, K = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     V, W = config["vocab_size"], config["draft_vocab_size"]
-    H, G = config["num_attention_heads"], config["num_key_value_heads"]
+    H, G, E = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config.get("target_hidden_size", D),
+    )
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (D, config["num_aux_hidden_states"] * config["target_hidden_size"]),
+        "fc.weight": (D, config["num_aux_hidden_states"] * E),
         "midlayer.input_layernorm.weight": (D,),
         "midlayer.hidden_norm.weight": (D,),
         "midlayer.self_attn.q_proj.weight": (H * K, 2 * D),
@@ -212,13 +232,13 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if config["fc_norm"]:
         for i in range(config["num_aux_hidden_states"]):
-            shapes[f"fc_norm.{i}.weight"] = (config["target_hidden_size"],)
+            shapes[f"fc_norm.{i}.weight"] = (E,)
     return shapes if W == V else {**shapes, "d2t": (W,), "t2d": (V,)}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = plain(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: missing or damaged ({error})") from None
     check_config(str(path), config)
@@ -228,12 +248,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 def check_config(where: str, config: dict[str, Any]) -> None:
     """Raise ValueError beginning with `where` unless the keys are there and ask for the graph known here."""
     _refuse_null(where, config, "")
-    if config.get("architectures") != [ARCHITECTURE] or config.get("model_type") != "llama":
+    named = SPECULATORS_ARCHITECTURE if SPECULATORS_KEY in config else ARCHITECTURE
+    if config.get("architectures") != [named] or config.get("model_type") != "llama":
         found = f"{config.get('architectures')} of model_type {config.get('model_type')!r}"
-        raise ValueError(f"{where}: architectures={found}: expected [{ARCHITECTURE!r}] of model_type 'llama'")
+        raise ValueError(f"{where}: architectures={found}: expected [{named!r}] of model_type 'llama'")
     numbers = (
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
-        "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states target_hidden_size"
+        "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states"
     )
     for key in (*numbers.split(), *GRAPH, *SWITCHES, "dtype", "torch_dtype"):
         if key not in config:
@@ -266,17 +287,18 @@ def read_stored(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _tap_ids(path: Path, config: dict[str, Any], metadata: dict[str, str]) -> tuple[int, ...]:
-    """Layer ids from the file's metadata; config.json must name the same layers in both conventions."""
+    """Layer ids from the file's metadata; config.json must name the same layers in both conventions, that of
+    speculators in its own."""
     nested = config.get("eagle_config", {})
-    for where, keys in (("", config), ("eagle_config.", nested)):
+    both = (("", config),) if SPECULATORS_KEY in config else (("", config), ("eagle_config.", nested))
+    for where, keys in both:
         if IDS_KEY not in keys:
             raise ValueError(f"{path}: key {where}{IDS_KEY} is missing; the tapped layers are never guessed")
     taps = tuple(json.loads(metadata["tap_ids"]))
-    shift = sglang_shift(metadata["target_model_type"], nested[IDS_KEY][0])
-    for where, ids, outputs in (
-        ("", config[IDS_KEY], [k - 1 for k in config[IDS_KEY]]),
-        ("eagle_config.", nested[IDS_KEY], [k + shift - 1 for k in nested[IDS_KEY]]),
-    ):
+    for where, keys in both:
+        ids = keys[IDS_KEY]
+        shift = sglang_shift(metadata["target_model_type"], ids[0]) if where else 0
+        outputs = [k + shift - 1 for k in ids]
         if tuple(outputs) != taps:
             raise ValueError(
                 f"{path}: {where}{IDS_KEY}={ids} means the outputs of layers {outputs}, but the weights were "

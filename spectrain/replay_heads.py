@@ -1,13 +1,17 @@
-"""A second, minimal EAGLE-1 and Medusa that read an exported folder and nothing else (EAGLE-3: `replay.py`).
+"""A second, minimal EAGLE-1, Medusa and Hydra that read an exported folder and nothing else (EAGLE-3:
+`replay.py`).
 
-Written from the contract of vLLM and SGLang in plain torch and float32. EAGLE-1 knows a Llama of any depth
-whose first layer has no norm in front, without biases but fc's, and drafts through rows of the target's
-head, which the recorded draft brings along; Medusa knows its blocks and heads.
+Written from the contract of vLLM, SGLang and the authors' code in plain torch and float32. EAGLE-1 knows a
+Llama of any depth whose first layer has no norm in front, without biases but fc's, and drafts through rows of
+the target's head, which the recorded draft brings along; Medusa and Hydra know their blocks and heads, by
+vLLM's names and by their authors'.
 Legend: T rows, S draft steps, D hidden, F MLP width, V vocab, W ids shown, H heads, G key/value heads,
 K head dim; of Medusa, K heads.
 """
 
 import json
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +31,19 @@ MEDUSA_KEYS = (
     "hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers", "medusa_fc_bias",
     "original_lm_head", "dtype", "torch_dtype",
 )  # fmt: skip
+HYDRA_KEYS = ("hydra_num_heads", "hydra_num_layers", "hidden_size", "vocab_size", "dtype", "torch_dtype")
+HYDRA_GRAPH = {"hydra_head_arch": "mlp", "grounded_heads": True, "hydra_num_layers": 1}
+PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the only file that the authors' code reads
 
 
-def open_replay(folder: Path) -> "Replay | Eagle1Replay | MedusaReplay":
+def open_replay(folder: Path) -> "Replay | Eagle1Replay | MedusaReplay | HydraReplay":
     """The reader of an exported folder by its config's architecture; ValueError where the folder breaks the
     contract."""
     architecture = (_config(folder / "config.json").get("architectures") or [None])[0]
     if architecture in EAGLE1:
         return Eagle1Replay(folder)
+    if architecture == "HydraModel":
+        return HydraReplay(folder)
     return MedusaReplay(folder) if architecture == "MedusaModel" else Replay(folder)
 
 
@@ -46,7 +55,10 @@ class Eagle1Replay:
         self.inv_freq, self.rope_scale = inv_freq(self.config)
         path = folder / "model.safetensors"
         self.metadata, stored = read_stored(path)
-        check_tensors(path, eagle1_shapes(self.config), self.config["dtype"], stored)
+        shapes = eagle1_shapes(self.config)
+        if self.config.get("bias", "fc.bias" in stored):  # the authors' key; a missing one means true there
+            shapes["fc.bias"] = (self.config["hidden_size"],)
+        check_tensors(path, shapes, self.config["dtype"], stored)
         self.tensors = {name: t.float() for name, t in stored.items()}
 
     @torch.no_grad()
@@ -85,8 +97,8 @@ class MedusaReplay:
 
     def __init__(self, folder: Path):
         self.config = _config(folder / "config.json", MEDUSA_KEYS)
-        path = folder / "model.safetensors"
-        self.metadata, stored = read_stored(path)
+        path, self.metadata, stored = read_heads(folder)
+        stored = {medusa_name(name): tensor for name, tensor in stored.items()}
         check_tensors(path, medusa_shapes(self.config), self.config["dtype"], stored)
         self.tensors = {name: t.float() for name, t in stored.items() if t.is_floating_point()}
 
@@ -101,6 +113,55 @@ class MedusaReplay:
                 x_D = x_D + F.silu(w[f"blocks.{head}.layers.{i}.weight"] @ x_D + bias)
             logits.append(w[f"lm_heads.{0 if self.config['original_lm_head'] else head}.weight"] @ x_D)
         return torch.stack(logits)
+
+
+class HydraReplay:
+    """An exported Hydra drafter; attributes as `Replay`'s."""
+
+    def __init__(self, folder: Path):
+        self.config = _config(folder / "config.json", HYDRA_KEYS, HYDRA_GRAPH)
+        path, self.metadata, stored = read_heads(folder)
+        check_tensors(path, hydra_shapes(self.config), self.config["dtype"], stored)
+        self.tensors = {name: tensor.float() for name, tensor in stored.items()}
+
+    @torch.no_grad()
+    def replayed(self, fixture: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits [K, V] of the first heads at the recorded state, each behind the drafts before it."""
+        logits, rows = [], len(fixture["final"])
+        for head in range(len(fixture["logits"])):
+            read = torch.cat((fixture["final"][-1:], fixture["embeds"][rows - 1 : rows + head])).flatten()
+            name = f"hydra_mlp.{head}.0"
+            x_D = self._linear(f"{name}.res_connection", read) + F.silu(self._linear(f"{name}.linear", read))
+            logits.append(self._linear(f"hydra_lm_head.{head}", x_D))
+        return torch.stack(logits)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.tensors[f"{name}.weight"] @ x + self.tensors[f"{name}.bias"]
+
+
+def read_heads(folder: Path) -> tuple[Path, dict[str, str], dict[str, torch.Tensor]]:
+    """File, metadata and tensors of a folder of heads. Beside a pickle, which holds none, the metadata is
+    that of the recorded draft."""
+    for path in (folder / name for name in PICKLES):
+        if path.exists():
+            return path, read_stored(folder / "check" / "replay.safetensors")[0], read_pickle(path)
+    path = folder / "model.safetensors"
+    return path, *read_stored(path)
+
+
+def read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle, read without running code from it; ValueError where it holds more."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path}: holds more than tensors, or is damaged ({error})") from None
+
+
+def medusa_name(name: str) -> str:
+    """vLLM's name of a tensor of the authors' heads of one block: 1.0.linear.bias is blocks.1.layers.0.bias,
+    1.1.weight is lm_heads.1.weight. Another name as it is."""
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def eagle1_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -132,6 +193,20 @@ def medusa_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                 shapes[f"blocks.{head}.layers.{i}.bias"] = (D,)
     shapes |= {f"lm_heads.{head}.weight": (W, D) for head in range(1 if config["original_lm_head"] else K)}
     return shapes if config["vocab_size"] == W else {**shapes, "token_map": (W,)}
+
+
+def hydra_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Hydra file of one block a head, and no other."""
+    D, V = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(config["hydra_num_heads"]):
+        for name, out, size in (
+            (f"hydra_mlp.{head}.0.linear", D, (head + 2) * D),
+            (f"hydra_mlp.{head}.0.res_connection", D, (head + 2) * D),
+            (f"hydra_lm_head.{head}", V, D),
+        ):
+            shapes |= {f"{name}.weight": (out, size), f"{name}.bias": (out,)}
+    return shapes
 
 
 def _config(path: Path, keys: tuple[str, ...] = (), graph: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def test_every_key_is_written_and_none_is_null(make, tmp_path):
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert config["max_position_embeddings"] == 512
     assert config["num_aux_hidden_states"] == 3
-    assert config["target_hidden_size"] == target.hidden_size
+    assert "target_hidden_size" not in config, "the authors' code leaves the embedding random where it stands"
     off = (
         "attention_bias mlp_bias tie_word_embeddings norm_before_residual norm_before_fc fc_norm norm_output"
     )

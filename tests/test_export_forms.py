@@ -139,7 +139,7 @@ def glm(tmp_path_factory):
 
 def test_mtp_is_the_targets_folder_with_its_blocks_in_a_shard_of_their_own(glm, tmp_path):
     drafter = drafter_of(mtp, glm, unroll=1)
-    (folder,) = exported(drafter, glm, tmp_path, "vllm", "sglang")
+    (folder,) = exported(drafter, glm, tmp_path, "vllm", "sglang", "trtllm")
     weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     block, kept = load_file(folder / "mtp.safetensors"), load_file(folder / "model.safetensors")
     assert weights == dict.fromkeys(kept, "model.safetensors") | dict.fromkeys(block, "mtp.safetensors")
@@ -177,7 +177,7 @@ def test_exported_mtp_weights_are_a_start_for_training(glm, tmp_path):
     [
         ({"unroll": 2}, "vllm", "drafter.feedback=post: expected pre, which vllm has"),
         ({"unroll": 2, "feedback": "pre"}, "sglang", "drafter.feedback=pre: expected post, which sglang has"),
-        ({"unroll": 2, "blocks": 2}, "sglang", "drafter.blocks=2: expected 1 for SGLang"),
+        ({"unroll": 2, "blocks": 2}, "sglang", "drafter.blocks=2: expected 1 for sglang"),
         ({"order": "hidden_first"}, "vllm", "drafter.order=hidden_first: expected embedding_first"),
     ],
 )

@@ -26,14 +26,21 @@ from spectrain.data.packing import TokenBatch
 from spectrain.drafters.eagle1_forms import imported as imported
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import SHAPE_KEYS, Rotary, draft_config, own_head, supervised_rows
+from spectrain.drafters.published import check_authors_layer
 from spectrain.drafters.unroll import unrolled
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import ATTENTION, Layout, Target
 
-SERVED = {"vllm": ("eagle1", "eagle"), "sglang": ("eagle1-sglang", "EAGLE")}
-NOT_SERVED: dict[str, str] = {}
-ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+SERVED = {
+    "vllm": ("eagle1", "eagle"),
+    "sglang": ("eagle1-sglang", "EAGLE"),
+    "reference": ("eagle1", "EaModel, use_eagle3=False"),
+}
+NOT_SERVED = {
+    "speculators": "0.9 has no EAGLE-1",
+    "trtllm": "its PyTorch backend drafts with EAGLE-3's layer only",
+}
 NOISE_TOKENS = 512  # of the reference, which halves the noise of a document twice as long
 
 
@@ -146,8 +153,8 @@ class Eagle1(nn.Module):
         return sum(p.numel() for p in self.parameters()) + self.head.numel(), 0
 
     def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
-        """The file's tensors by the names of vLLM and SGLang, which are the same. SGLang's fc has a bias,
-        which stays random where the file has none; vLLM's has none."""
+        """The file's tensors by names that all engines share. SGLang's fc has a bias, which stays random
+        where the file has none; vLLM's has none."""
         bias = {"fc.bias": torch.zeros(len(self.fc.weight))} if engine == "sglang" else {}
         return {**bias, **self.state_dict()}
 
@@ -164,11 +171,14 @@ class Eagle1(nn.Module):
                 "drafter.bias=true: vLLM leaves the bias out; expected false, or export.engine=[sglang]"
             )
         shape = self.draft_config.to_dict()
-        return {
-            "architectures": [ARCHITECTURES[engine]],
-            **{key: shape[key] for key in SHAPE_KEYS},
-            "num_hidden_layers": self.config.layers,
-        }
+        if engine == "reference":
+            check_authors_layer(shape)
+        own = {**{key: shape[key] for key in SHAPE_KEYS}, "num_hidden_layers": self.config.layers}
+        if engine == "sglang":
+            return {"architectures": ["LlamaForCausalLMEagle"], **own}
+        # a missing key gives the authors' fc a bias; a true one gives the engines' attention some
+        bias = {} if self.config.bias else {"bias": False}
+        return {"architectures": ["EagleLlamaForCausalLM"], **own, **bias}
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle1:

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from spectrain.cache import CacheLayout
 from spectrain.data.packing import TokenBatch
-from spectrain.drafters.eagle3_forms import ADDS_ONE_AFTER_ONE
+from spectrain.drafters.eagle3_forms import ADDS_ONE_AFTER_ONE, check_served
 from spectrain.drafters.eagle3_forms import imported as imported
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import (
@@ -33,6 +33,7 @@ from spectrain.drafters.layers import (
     share_tensor,
     supervised_rows,
 )
+from spectrain.drafters.speculators_form import speculators_config
 from spectrain.drafters.unroll import document_begins, runs
 from spectrain.drafters.vocab import vocabulary_maps
 from spectrain.features import FeatureBatch
@@ -40,7 +41,13 @@ from spectrain.kernels.ttt_attention import Own, ttt_attention
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Target
 
-SERVED = {"vllm": ("eagle3", "eagle3"), "sglang": ("eagle3", "EAGLE3")}
+SERVED = {
+    "vllm": ("eagle3", "eagle3"),
+    "sglang": ("eagle3", "EAGLE3"),
+    "speculators": ("eagle3-speculators", "eagle3"),
+    "trtllm": ("eagle3", "Eagle3"),
+    "reference": ("eagle3", "EaModel, use_eagle3=True"),
+}
 NOT_SERVED: dict[str, str] = {}
 
 
@@ -248,41 +255,56 @@ class Eagle3(nn.Module):
         return sum(p.numel() for p in self.parameters()) - once, once
 
     def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
-        """The file's tensors by the names of vLLM and SGLang, which are the same."""
-        return {**self.state_dict(), **vocabulary_maps(self.kept_ids.cpu(), self.vocab_size)}
+        """The file's tensors by names that all engines share, but for speculators, whose folders call the
+        layer layers.0 and bring the embedding along."""
+        tensors = {**self.state_dict(), **vocabulary_maps(self.kept_ids.cpu(), self.vocab_size)}
+        if engine != "speculators":
+            return tensors
+        every = torch.arange(self.vocab_size, device=self.kept_ids.device)
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        return {**tensors, "embed_tokens.weight": self.embed(every)}
 
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
-        """config.json's keys of this family, for vLLM and SGLang at once.
+        """config.json's keys of this family, for speculators or for all other engines at once.
 
-        An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM reads them from the top
-        level. SGLang reads the nested list and adds 1; for ADDS_ONE_AFTER_ONE only if the first id is 1.
+        An engine's capture point is the input of a layer, k + 1 for our tap k. vLLM and speculators read them
+        from the top level. SGLang reads the nested list and adds 1; for ADDS_ONE_AFTER_ONE only if the first
+        id is 1. TensorRT-LLM is told at its start; the authors' code has three points of its own.
         """
         points = [k + 1 for k in self.taps]
         as_is = target.config.model_type in ADDS_ONE_AFTER_ONE and points[0] != 2
-        if engine == "sglang" and self.config.norm_before_residual:
-            raise ValueError("drafter.norm_before_residual=true: SGLang does not know it; expected false")
-        if as_is and points[0] == 1:
+        shape = self.draft_config.to_dict()
+        check_served(self.config, self.taps, shape, target, engine)
+        if engine != "speculators" and as_is and points[0] == 1:
             raise ValueError(f"drafter.taps={list(self.taps)}: SGLang needs a first tap above 0 here")
         if self.config.width:
             raise ValueError(
                 f"drafter.width={self.config.width}: expected 0 for the export; its check knows no other"
             )
-        shape = self.draft_config.to_dict()
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **{key: shape[key] for key in SHAPE_KEYS},
-            "target_hidden_size": target.hidden_size,
-            "num_aux_hidden_states": len(points),
+        layer = {key: shape[key] for key in SHAPE_KEYS}
+        own = {
             "draft_vocab_size": len(self.kept_ids),
             "eagle_aux_hidden_state_layer_ids": points,
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": points if as_is else list(self.taps),
-            },
             "norm_before_residual": self.config.norm_before_residual,
             "norm_before_fc": False,
             "fc_norm": self.config.fc_norm,
             "norm_output": self.config.norm_output,
+        }
+        if engine == "speculators":
+            return {
+                **speculators_config("eagle3", "Eagle3DraftModel", target, layer, self.config.unroll),
+                **own,
+            }
+        nested = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": points if as_is else list(self.taps),
+        }
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer,
+            **own,
+            "num_aux_hidden_states": len(points),
+            "eagle_config": nested,
         }
 
 

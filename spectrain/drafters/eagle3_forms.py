@@ -10,18 +10,30 @@ Sources: the readers of vLLM 0.32, SGLang 0.5.23 and speculators 0.9.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from spectrain.drafters.published import Import, Published, compare_with_own, needed, own_shape
+from spectrain.drafters.published import (
+    Import,
+    Published,
+    check_authors_layer,
+    compare_with_own,
+    needed,
+    own_shape,
+)
 from spectrain.drafters.vocab import read_kept_ids
 from spectrain.target import Target
 
 ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
+UNKNOWN = {  # switches that an engine does not have, and its name
+    "sglang": (("norm_before_residual",), "SGLang"),
+    "trtllm": (("norm_before_residual",), "TensorRT-LLM"),
+    "reference": (SWITCHES, "the authors' code"),
+}
 
 
 def imported(source: Published, config: Any, target: Target) -> Import:
@@ -59,6 +71,26 @@ def imported(source: Published, config: Any, target: Target) -> Import:
         return name.replace("midlayer.", layer)
 
     return Import(source, settings, theirs, source.tensor, frozenset(unread), kept_ids)
+
+
+def check_served(
+    config: Any, taps: Sequence[int], shape: Mapping[str, Any], target: Target, engine: str
+) -> None:
+    """Raise ValueError naming the setting with which `engine` would compute another drafter. shape: the
+    layer's config."""
+    switches, name = UNKNOWN.get(engine, ((), ""))
+    for switch in switches:
+        if getattr(config, switch):
+            raise ValueError(f"drafter.{switch}=true: {name} does not know it; expected false")
+    if engine == "trtllm" and len(taps) < 2:
+        raise ValueError(
+            f"drafter.taps={list(taps)}: TensorRT-LLM has no fc for a single tap; expected two or more"
+        )
+    if engine == "reference":
+        n = target.num_layers
+        if list(taps) != (own := [1, n // 2 - 1, n - 4]):
+            raise ValueError(f"drafter.taps={list(taps)}: expected {own}, which the authors' code captures")
+        check_authors_layer(shape)
 
 
 def _body(source: Published) -> Mapping[str, Any]:

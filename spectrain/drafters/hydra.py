@@ -26,15 +26,22 @@ from torch import nn
 from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
+from spectrain.drafters.hydra_forms import authors_tensors
+from spectrain.drafters.hydra_forms import imported as imported
 from spectrain.drafters.layers import ResBlocks, supervised_rows
 from spectrain.drafters.newest_row import NewestRows, check_reach, slot_heads
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
-from spectrain.target import Target
+from spectrain.target import Target, resolve_path
 
-SERVED: dict[str, tuple[str, str]] = {}
-NOT_SERVED = {"vllm": "it has no Hydra", "sglang": "it has no Hydra"}
+SERVED = {"reference": ("hydra-reference", "HydraModel")}
+NOT_SERVED = {
+    "vllm": "it has no Hydra",
+    "sglang": "it has no Hydra",
+    "speculators": "0.9 has no Hydra",
+    "trtllm": "it has no Hydra",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,8 @@ class Config:
     """Residual blocks of a head; 4 in Hydra++."""
     head: str = "trained"
     """trained: each head's own, copied from the target; frozen: the target's rows as they are for all."""
+    init_from: str = ""
+    """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
         at_least("drafter.heads", self.heads, 1)
@@ -109,9 +118,30 @@ class Hydra(nn.Module):
         every = sum(p.numel() for p in self.parameters()) // self.config.heads
         return every + self.rows_of_target.numel(), 0
 
+    def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
+        """The file's tensors by the authors' names."""
+        trained = bool(len(self.lm_heads))
+        return authors_tensors(self.state_dict(), self.config.heads, self.rows_of_target, trained)
+
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
-        """Always ValueError: no engine has Hydra's heads."""
-        raise ValueError("stages: export writes no hydra drafter, which no engine loads; leave it out")
+        """config.json's keys of the authors' code. Raises ValueError for an engine, since none has Hydra's
+        heads, and for what that code builds otherwise."""
+        if engine != "reference":
+            raise ValueError(f"export.engine={engine}: no export of hydra: {NOT_SERVED[engine]}")
+        if self.config.blocks != 1:
+            raise ValueError(f"drafter.blocks={self.config.blocks}: expected 1 for the authors' code")
+        if len(self.kept_ids) != self.vocab_size:
+            raise ValueError(f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the authors' code")
+        return {
+            "architectures": ["HydraModel"],
+            "hydra_num_heads": self.config.heads,
+            "hydra_num_layers": self.config.blocks,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            "base_model_name_or_path": resolve_path(target.path),
+            "hidden_size": target.hidden_size,
+        }
 
 
 class HydraDrafting:

@@ -26,15 +26,21 @@ from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import ResBlocks, supervised_rows
+from spectrain.drafters.medusa_forms import authors_tensors
 from spectrain.drafters.medusa_forms import imported as imported
 from spectrain.drafters.newest_row import NewestRows, check_reach, slot_heads
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
-from spectrain.target import Target
+from spectrain.target import Target, resolve_path
 
-SERVED = {"vllm": ("medusa", "medusa")}
-NOT_SERVED = {"sglang": "it has no Medusa"}
+SERVED = {"vllm": ("medusa", "medusa"), "reference": ("medusa-reference", "MedusaModel")}
+NOT_SERVED = {
+    "sglang": "it has no Medusa",
+    "speculators": "0.9 has no Medusa",
+    "trtllm": "its PyTorch backend has no Medusa",
+}
+AUTHORS_HEADS = 5  # that their code builds whatever a file of heads says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +114,33 @@ class Medusa(nn.Module):
         return 0, sum(p.numel() for p in self.parameters()) + self.rows_of_target.numel()
 
     def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
-        """The file's tensors by vLLM's names; the target's rows, where they are all heads', are
-        lm_heads.0."""
+        """The file's tensors by vLLM's names, where the target's rows are lm_heads.0 if they are all heads';
+        or by the authors', where each head has its own."""
+        if engine == "reference":
+            return authors_tensors(self.state_dict(), self.config, self.rows_of_target)
         shared = {} if len(self.lm_heads) else {"lm_heads.0.weight": self.rows_of_target}
         full = len(self.kept_ids) == self.vocab_size
         return {**self.state_dict(), **shared, **({} if full else {"token_map": self.kept_ids})}
 
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
         """config.json's keys of this family. Raises ValueError for trained heads over a reduced vocabulary,
-        whose tensors vLLM's loader refuses (it takes a truncated one with a shared head only)."""
+        whose tensors vLLM's loader refuses (it takes a truncated one with a shared head only), and for what
+        the authors' code builds otherwise."""
+        authors = {}
+        if engine == "reference":
+            full = len(self.kept_ids) == self.vocab_size
+            for key, value, known in (
+                ("heads", self.config.heads, AUTHORS_HEADS),
+                ("blocks", self.config.blocks, 1),
+                ("draft_vocab", 0 if full else len(self.kept_ids), 0),
+            ):
+                if value != known:
+                    raise ValueError(f"drafter.{key}={value}: expected {known} for the authors' code")
+            authors = {
+                "medusa_num_heads": self.config.heads,
+                "medusa_num_layers": self.config.blocks,
+                "base_model_name_or_path": resolve_path(target.path),
+            }
         if len(self.lm_heads) and len(self.kept_ids) != self.vocab_size:
             raise ValueError(
                 f"drafter.draft_vocab={len(self.kept_ids)}, drafter.head=trained: vLLM's Medusa loads "
@@ -131,8 +155,9 @@ class Medusa(nn.Module):
             "num_hidden_layers": self.config.blocks,
             "truncated_vocab_size": len(self.kept_ids),
             "medusa_fc_bias": True,
-            "original_lm_head": not len(self.lm_heads),
+            "original_lm_head": engine == "vllm" and not len(self.lm_heads),
             "max_position_embeddings": target.config.max_position_embeddings,
+            **authors,
         }
 
 

@@ -10,6 +10,7 @@ Sources: FasterDecoding/Medusa, vLLM 0.32.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     }
     unread = beside | {whole.get("token_map", "")} | ({whole["lm_heads.0.weight"]} if frozen else set())
     return Import(source, settings, theirs, source.tensor, frozenset(unread), kept_ids)
+
+
+def authors_tensors(
+    ours: Mapping[str, torch.Tensor], config: Any, rows_WD: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Our tensors by the authors' names (v1). rows: of the head that all share, where none is trained."""
+    found = {}
+    for name, tensor in ours.items():
+        match = OURS.fullmatch(name)
+        assert match, name
+        head = f"{match[4]}.{config.blocks}.weight"
+        found[head if match[4] else f"{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+    shared = {f"{h}.{config.blocks}.weight": rows_WD for h in range(config.heads)}
+    return found if config.head == "trained" else {**found, **shared}
 
 
 def _kept_ids(source: Published, whole: dict[str, str], target: Target) -> torch.Tensor:

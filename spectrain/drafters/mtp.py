@@ -15,6 +15,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2; FastMTP (arXiv 2509.18362)
 `mtp_weights.py`. Legend: T tokens, N rows, D hidden, W kept ids, K steps.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,14 +30,20 @@ from spectrain.drafters.depth_drafting import DepthDrafting
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import own_head, supervised_rows
 from spectrain.drafters.mtp_forms import imported as imported
-from spectrain.drafters.mtp_weights import load_own, names_of, own_tensors
+from spectrain.drafters.mtp_weights import load_own, own_tensors, served_names
+from spectrain.drafters.speculators_form import speculators_config
 from spectrain.drafters.unroll import UnrollLayout, unrolled
 from spectrain.features import FeatureBatch
 from spectrain.objectives import RowIndex, Rows
 from spectrain.target import Layout, Target
 
-SERVED = {"vllm": ("mtp", "mtp"), "sglang": ("mtp", "NEXTN")}
-NOT_SERVED: dict[str, str] = {}
+SERVED = {
+    "vllm": ("mtp", "mtp"),
+    "sglang": ("mtp", "NEXTN"),
+    "speculators": ("mtp-speculators", "mtp"),
+    "trtllm": ("mtp", "MTP"),
+}
+NOT_SERVED = {"reference": "its form is the target's own files, which `engine=[vllm]` writes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +126,7 @@ class Mtp(nn.Module):
         self.register_buffer("head", own_head(target, kept_ids, config.family), persistent=False)
         # in a tuple, so that they are no submodules
         self._own: tuple[Any, Any] = (target.embedding, target.decoder.rotary_emb)
-        self._names = names_of(target.config, config.blocks)
+        self._target_config = target.config
 
     def head_weight(self) -> torch.Tensor:
         return self.head
@@ -199,25 +206,26 @@ class Mtp(nn.Module):
         return sum(p.numel() for p in self.block(0).parameters()) + self.head.numel(), 0
 
     def export_tensors(self, engine: str) -> dict[str, torch.Tensor]:
-        """The tensors by their names in the target's checkpoint, where engines look for MTP weights.
+        """The tensors by their names in the target's checkpoint, where engines look for MTP weights, or by
+        those of speculators, which leaves embedding and head to the target and experts stacked.
 
         Raises ValueError for a kind of target that has none.
         """
-        if self._names is None:
-            raise ValueError("drafter.family=mtp: engines know no MTP weights of this kind of target")
-        return own_tensors(self._names, self.state_dict(), self._own[0].weight, self.head)
+        names = served_names(self._target_config, len(self.blocks), engine)
+        if engine == "speculators":
+            return {names.name(name): tensor for name, tensor in self.state_dict().items()}
+        return own_tensors(names, self.state_dict(), self._own[0].weight, self.head)
 
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
-        """The keys that change in the target's own config.json: an engine finds the blocks in its files.
+        """The keys that change in the target's own config.json: an engine finds the blocks in its files. For
+        speculators all of config.json.
 
         Raises ValueError where the engine computes another network: order of halves, state fed back,
         vocabulary, number of blocks.
         """
-        config, names = self.config, self._names
-        if names is None:
-            raise ValueError(
-                f"export.engine={engine}: engines know no MTP weights of a {target.config.model_type} target"
-            )
+        if engine not in SERVED:
+            raise ValueError(f"export.engine={engine}: no export of mtp: {NOT_SERVED[engine]}")
+        config, names = self.config, served_names(target.config, len(self.blocks), engine)
         feedback = names.feedback[engine]
         if config.order != names.order:
             raise ValueError(f"drafter.order={config.order}: expected {names.order} for this kind of target")
@@ -228,9 +236,14 @@ class Mtp(nn.Module):
             )
         if len(self.kept_ids) != self.vocab_size:
             raise ValueError(f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the export of MTP")
-        if engine == "sglang" and config.blocks > 1:
-            raise ValueError(f"drafter.blocks={config.blocks}: expected 1 for SGLang")
-        return {names.count_key: len(self.blocks)}
+        if engine != "vllm" and config.blocks > 1:
+            raise ValueError(f"drafter.blocks={config.blocks}: expected 1 for {engine}")
+        count = {names.count_key: len(self.blocks)}
+        if engine != "speculators":
+            return count
+        layer = json.loads(target.config.to_json_string(use_diff=False))
+        layer = {key: value for key, value in layer.items() if value is not None}
+        return {**speculators_config("mtp", "MTPDraftModel", target, layer, config.unroll), **count}
 
 
 def plain_layer(target: Target) -> tuple[Any, int]:

@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 
-from spectrain.drafters.mtp_weights import STACKED, names_of, tensor_by
+from spectrain.drafters.mtp_weights import SPECULATORS, STACKED, names_of, tensor_by
 from spectrain.drafters.published import Import, Published
 from spectrain.target import Target
-
-SPECULATORS = {
-    "enorm": "token_layernorm.",
-    "hnorm": "hidden_layernorm.",
-    "eh_proj": "input_proj.",
-    "norm": "final_layernorm.",
-    "layer": "",
-}
 
 
 def imported(source: Published, config: Any, target: Target) -> Import:
@@ -32,19 +24,12 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     kind = source.config.get("speculators_model_type")
     if kind not in (None, "mtp"):
         raise ValueError(f"{source.config_file}: speculators_model_type={kind!r}: expected 'mtp'")
-    names = names_of(target.config, config.blocks)
-    if kind is None and names is None:
+    names = SPECULATORS if kind else names_of(target.config, config.blocks)
+    if names is None:
         raise ValueError(
             f"drafter.init_from={config.init_from!r}: no MTP names are known for {config.blocks} blocks of a "
             f"target of model_type {target.config.model_type!r}"
         )
-
-    def theirs(name: str) -> str:
-        if kind is None:
-            assert names is not None
-            return names.name(name)
-        _, k, part, rest = name.split(".", 3)
-        return f"mtp_layers.{k}.{SPECULATORS[part]}{rest}"
 
     def stored(name: str) -> torch.Tensor | None:
         return source.tensor(name) if name in source.files else None
@@ -52,6 +37,4 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     def read(name: str) -> torch.Tensor:
         return tensor_by(stored, name) if STACKED.match(name) else source.tensor(name)
 
-    order = "embedding_first" if kind or names is None else names.order
-    every = frozenset(source.files)
-    return Import(source, {"order": order}, theirs, read, every)
+    return Import(source, {"order": names.order}, names.name, read, frozenset(source.files))

@@ -1,9 +1,11 @@
 """MTP weights in a target's own files: their names by kind of target, and how they are read.
 
+speculators has names of its own for every kind.
 Our names are blocks.K.{enorm, hnorm, eh_proj, norm, layer.*}. Columns of eh_proj are embedding first, but for
 MiMo. Experts lie one by one in checkpoints and stacked in transformers' layers. Norms are taken as they are:
 where a kind writes w for 1 + w, its norm class adds the one.
-Knows no training. Source: the checkpoints as vLLM, SGLang and transformers 5.24 load them.
+Knows no training. Source: the checkpoints as vLLM, SGLang, TensorRT-LLM, speculators 0.9 and transformers
+5.24 load them.
 """
 
 import json
@@ -42,6 +44,22 @@ class Names:
         return f"{prefix}{self.parts[part]}{rest}"
 
 
+SPECULATORS = Names(
+    "embedding_first",
+    "mtp_layers.{k}.",
+    {
+        "enorm": "token_layernorm.",
+        "hnorm": "hidden_layernorm.",
+        "eh_proj": "input_proj.",
+        "norm": "final_layernorm.",
+        "layer": "",
+    },
+    first_layer=0,
+    feedback={"speculators": "post"},
+    count_key="num_nextn_predict_layers",
+)
+SPECULATORS_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+TRTLLM_KINDS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")  # read in its sources; others not
 BEHIND_THE_LAYERS = (
     "embedding_first",
     "model.layers.{n}.",
@@ -93,10 +111,29 @@ def names_of(config: Any, blocks: int) -> Names | None:
                 config.num_hidden_layers,
                 # vLLM 0.32's GLM-4 goes on with the state before its norm; all others, SGLang's too, behind
                 # it
-                feedback={"vllm": "pre" if kind.startswith("glm4") else "post", "sglang": "post"},
+                feedback={
+                    "vllm": "pre" if kind.startswith("glm4") else "post",
+                    "sglang": "post",
+                    "trtllm": "post",
+                },
                 count_key="mtp_num_hidden_layers" if "qwen3_5" in kind else "num_nextn_predict_layers",
             )
     return None
+
+
+def served_names(config: Any, blocks: int, engine: str) -> Names:
+    """The names by which `engine` reads the MTP weights of a target's kind.
+
+    Raises ValueError for a kind that it reads none of.
+    """
+    found = SPECULATORS if engine == "speculators" else names_of(config, blocks)
+    kinds = {"speculators": SPECULATORS_KINDS, "trtllm": TRTLLM_KINDS}.get(engine, (config.model_type,))
+    if found is None or config.model_type not in kinds:
+        known = f"; expected one of {', '.join(kinds)}" if engine in ("speculators", "trtllm") else ""
+        raise ValueError(
+            f"export.engine={engine}: engines know no MTP weights of a {config.model_type} target{known}"
+        )
+    return found
 
 
 def own_tensors(

@@ -27,6 +27,9 @@ SERVED: dict[str, tuple[str, str]] = {}
 NOT_SERVED = {
     "vllm": "no weights, it looks n-grams up itself",
     "sglang": "no weights, it looks n-grams up itself",
+    "speculators": "no weights",
+    "trtllm": "no weights, it looks n-grams up itself",
+    "reference": "no weights",
 }
 
 

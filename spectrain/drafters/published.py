@@ -19,7 +19,10 @@ from transformers.utils import cached_file
 from spectrain.drafters.layers import OWN_SHAPE, draft_config
 from spectrain.target import Target
 
-STEMS = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+STEMS = (
+    "model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +152,20 @@ def own_shape(source: Published, body: Mapping[str, Any], target: Target, width:
     given = draft_config(target, width).to_dict()
     given["rope_parameters"] = {"rope_type": "default", **_named(given["rope_parameters"])}
     return {key: value for key, value in found.items() if value != given[key]}
+
+
+def check_authors_layer(shape: Mapping[str, Any]) -> None:
+    """Raise ValueError for a layer config that the code of EAGLE's authors reads as another layer."""
+    heads, size = shape["num_attention_heads"], shape["hidden_size"]
+    if shape["head_dim"] * heads != size:
+        raise ValueError(
+            f"export.engine=reference: head_dim={shape['head_dim']}: the authors' code takes "
+            f"{size} / {heads}, hidden size by heads"
+        )
+    if (kind := shape["rope_parameters"]["rope_type"]) != "default":
+        raise ValueError(
+            f"export.engine=reference: rope_type={kind!r}: the authors' code knows 'default' as we do only"
+        )
 
 
 def read_rope(source: Published, body: Mapping[str, Any]) -> dict[str, Any]:

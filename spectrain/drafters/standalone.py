@@ -32,8 +32,13 @@ from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Layout, Target, load_target, packed_layout
 
-SERVED = {"vllm": ("standalone", "draft_model"), "sglang": ("standalone", "STANDALONE")}
-NOT_SERVED: dict[str, str] = {}
+SERVED = {
+    "vllm": ("standalone", "draft_model"),
+    "sglang": ("standalone", "STANDALONE"),
+    "trtllm": ("standalone", "Draft_Target"),
+    "reference": ("standalone", "generate, assistant_model=FOLDER"),
+}
+NOT_SERVED = {"speculators": "0.9 has no drafter that is an ordinary model"}
 HEAD_DIM = 64
 
 

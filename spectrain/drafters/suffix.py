@@ -34,7 +34,13 @@ BREAK = -1  # between the answers of a corpus: no token, so nothing matches acro
 
 
 SERVED: dict[str, tuple[str, str]] = {}
-NOT_SERVED = {"vllm": "no weights, it matches suffixes itself", "sglang": "it has no such method"}
+NOT_SERVED = {
+    "vllm": "no weights, it matches suffixes itself",
+    "sglang": "it has no such method",
+    "speculators": "no weights",
+    "trtllm": "no weights, it matches suffixes itself",
+    "reference": "no weights",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ def test_settings_out_of_range_are_refused_with_key_and_value(family, settings, 
 
 
 def test_hydra_which_no_engine_loads_refuses_its_export():
-    with pytest.raises(ValueError, match="stages: export writes no"):
+    with pytest.raises(ValueError, match="export.engine=vllm: no export of hydra: it has no Hydra"):
         random(hydra).engine_config(TARGET, "vllm")
 
 
