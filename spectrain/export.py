@@ -10,6 +10,7 @@ A finished folder of a head holds
                                       FAMILY_lm_head.pt in place of the latter
     check/replay.safetensors          fixed random states and the drafter's own decode-loop logits on them
     README.md                         the model card
+A target with MTP weights has the record too.
 """
 
 import io
@@ -27,16 +28,17 @@ from spectrain.checkpoint import best, check_target
 from spectrain.checks import choose
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
-from spectrain.export_models import rounded, write_mtp, write_standalone
+from spectrain.export_models import SHARD, rounded, write_mtp, write_standalone
 from spectrain.proposal import Observation, Plan
 from spectrain.replay import ROPE_KEYS, Replay, check_config, inv_freq, plain
-from spectrain.replay_heads import PICKLES, open_replay
+from spectrain.replay_heads import PICKLES, Eagle1Replay, HydraReplay, MedusaReplay, open_replay
+from spectrain.replay_mtp import MtpReplay
 from spectrain.target import Target
 
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
 SHOWN = 64  # rows of the target's head in the recorded draft of a family that drafts through it
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
-WHOLE_MODELS = {"mtp": write_mtp, "mtp-speculators": write_mtp, "standalone": write_standalone}
+WHOLE_MODELS = ("mtp", "mtp-speculators", "standalone")
 
 CARD = """\
 # A draft model for speculative decoding
@@ -80,7 +82,8 @@ def export(config: RunConfig, target: Target, drafter, folder: Path) -> list[Pat
 def _write(config: RunConfig, target: Target, drafter, final: Path, engines: list[str]) -> Path:
     staging = final.parent / f".{final.name}.partial"
     shutil.rmtree(staging, ignore_errors=True)
-    write = WHOLE_MODELS.get(final.name, write_head)
+    whole = {"mtp": write_target, "mtp-speculators": write_mtp, "standalone": write_standalone}
+    write = whole.get(final.name, write_head)
     try:
         staging.mkdir(parents=True)
         worst = write(config, target, drafter, staging, engines)
@@ -115,6 +118,15 @@ def write_head(config: RunConfig, target: Target, drafter, folder: Path, engines
     return check(folder, target)
 
 
+def write_target(config: RunConfig, target: Target, drafter, folder: Path, engines: list[str]) -> float:
+    """The target's folder with MTP weights, and a recorded draft; returns the largest difference of a
+    replayed logit."""
+    write_mtp(config, target, drafter, folder, engines)
+    dtype = getattr(torch, config.export.dtype)
+    write_tensors(folder / "check" / "replay.safetensors", record(drafter, target, dtype))
+    return _difference(folder, open_replay(folder))
+
+
 def check(folder: Path, target: Target) -> float:
     """Reload an exported head's folder alone; compare it with the target and with the drafter's recorded
     logits.
@@ -123,7 +135,6 @@ def check(folder: Path, target: Target) -> float:
     is not complete, was made for another target, or computes other logits.
     """
     replay = open_replay(folder)
-    weights = folder / "model.safetensors"
     check_target(folder, json.loads(replay.metadata["target"]), target.fingerprint())
     if replay.config["vocab_size"] != target.vocab_size:
         raise ValueError(
@@ -136,11 +147,20 @@ def check(folder: Path, target: Target) -> float:
             log.warning(
                 "%s: stop ids %s are outside the draft vocabulary and are never drafted", folder, outside
             )
-    _check_rope(str(folder / "config.json"), replay.config, target)
+    if not isinstance(replay, MtpReplay):
+        _check_rope(str(folder / "config.json"), replay.config, target)
+    return _difference(folder, replay)
+
+
+def _difference(
+    folder: Path, replay: Replay | Eagle1Replay | MedusaReplay | HydraReplay | MtpReplay
+) -> float:
+    """The largest difference of a logit from the recorded ones; ValueError above the bound."""
     fixture = read_tensors(folder / "check" / "replay.safetensors")
     worst = (replay.replayed(fixture) - fixture["logits"]).abs().max().item()
     bound = TOLERANCE * max(1.0, fixture["logits"].abs().max().item())
     if not worst <= bound:
+        weights = folder / (SHARD if isinstance(replay, MtpReplay) else "model.safetensors")
         raise ValueError(
             f"{weights}: replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
         )
@@ -290,9 +310,7 @@ def record(drafter, target: Target, dtype: torch.dtype) -> dict[str, torch.Tenso
     final = torch.randn(CHECK_ROWS, target.hidden_size, generator=generator)
     next_ids = torch.randint(target.vocab_size, (CHECK_ROWS,), generator=generator)
     recorder, device = _Recorder(), target.device
-    steps = CHECK_STEPS
-    if drafter.config.family in ("medusa", "hydra"):
-        steps = min(steps, drafter.config.heads)
+    steps = min(CHECK_STEPS, _trained_steps(drafter.config))
     with rounded(drafter, dtype):
         drafting = drafter.start(1, CHECK_ROWS + CHECK_STEPS + 1)
         seen = Observation(
@@ -306,10 +324,20 @@ def record(drafter, target: Target, dtype: torch.dtype) -> dict[str, torch.Tenso
     used = torch.cat((next_ids.to(device), proposal.tokens[:-1].to(device)))
     found = {"taps": taps} if len(drafter.taps) else {"final": final}
     found["embeds"] = target.embedding(used).float().cpu()
-    if drafter.config.family == "eagle1":
+    if drafter.config.family in ("eagle1", "mtp"):
         shown = torch.arange(0, len(kept), max(1, len(kept) // SHOWN))
         found["head"], kept = drafter.head_weight()[shown.to(device)].float().cpu(), kept[shown]
     return {**found, "logits": logits_SV[:, kept].contiguous()}
+
+
+def _trained_steps(config: Any) -> int:
+    """Steps in which engines compute what was trained: Medusa's and Hydra's heads, MTP's blocks, and of one MTP block
+    that never read its own output the first, for engines differ in what it would read."""
+    if config.family in ("medusa", "hydra"):
+        return config.heads
+    if config.family == "mtp" and (config.unroll == 1 or config.blocks > 1):
+        return config.unroll
+    return CHECK_STEPS
 
 
 def _check_taps(where: str, taps: Sequence[int], target: Target) -> None:

@@ -1,13 +1,12 @@
 """Is an exported folder what engines read? Eleven rules, each PASS, FAIL with reasons, or none that applies.
 
 For folders that anybody wrote. Rule 9 replays the recorded draft of the trained drafter (`replay.py`,
-`replay_heads.py`) and is the only one that sees a swapped order of halves or another state fed back; a folder
-without such a record has no rule 9. Families that read blocks (rule 8) are not known yet, and rule 7, orders
-and norms of MTP weights, needs a replay that does not exist yet.
+`replay_heads.py`, `replay_mtp.py`) and is the only one that sees a swapped order of halves or another state
+fed back; a folder without such a record has no rule 9. Rule 7 says of MTP weights which of the two it is.
+Families that read blocks (rule 8) are not known yet.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,15 @@ from spectrain.drafters.eagle3_forms import UNKNOWN
 from spectrain.export_files import ARCHITECTURES, INDEX, KEYS, NOT_FLOAT, Folder
 from spectrain.replay import IDS_KEY, SPECULATORS_KEY, inv_freq, sglang_shift
 from spectrain.replay_heads import open_replay
+from spectrain.replay_mtp import MtpReplay
 
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
 HEADS = ("eagle3", "eagle1", "medusa", "hydra")
+MTP_FAULTS = {  # a flag of MtpReplay: what is wrong with weights that fit its opposite
+    "state_first": "the halves of eh_proj are swapped",
+    "pre_norm": "a step was trained on the state on the other side of the last norm",
+    "one_plus": "norms are stored as the other of w and w - 1",
+}
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +281,18 @@ def mtp_orders(e: Folder) -> Iterator[str]:
     if e.mtp_names is None:
         yield f"{e.mtp_count} blocks of MTP weights: not known of a {e.target.model_type} target"
         return
-    raise DoesNotApply("orders and norms show in a replay only, which MTP has not yet")
+    path = e.fixture()
+    if path is None:
+        raise DoesNotApply("orders and norms show in a recorded draft only (check/replay.safetensors)")
+    fixture = read_tensors(path)
+    replay = MtpReplay(e.path)
+    if not _beyond(replay, fixture):
+        return
+    for flag, fault in MTP_FAULTS.items():
+        setattr(replay, flag, not getattr(replay, flag))
+        if not _beyond(replay, fixture):
+            yield f"{fault}: so read, the weights give the recorded draft"
+        setattr(replay, flag, not getattr(replay, flag))
 
 
 def blocks(e: Folder) -> Iterator[str]:
@@ -287,11 +303,17 @@ def numeric_replay(e: Folder) -> Iterator[str]:
     path = e.fixture()
     if path is None:
         raise DoesNotApply("no recorded draft (check/replay.safetensors)")
-    fixture = read_tensors(path)
-    worst = (open_replay(e.path).replayed(fixture) - fixture["logits"]).abs().max().item()
+    if fault := _beyond(open_replay(e.path), read_tensors(path)):
+        yield fault
+
+
+def _beyond(replay: Any, fixture: dict[str, torch.Tensor]) -> str:
+    """What a replay differs by from the recorded draft; "" where that is within the bound."""
+    worst = (replay.replayed(fixture) - fixture["logits"]).abs().max().item()
     bound = TOLERANCE * max(1.0, fixture["logits"].abs().max().item())
-    if math.isnan(worst) or worst > bound:
-        yield f"replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
+    if worst <= bound:
+        return ""
+    return f"replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
 
 
 def random_parameters(e: Folder) -> Iterator[str]:

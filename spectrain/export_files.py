@@ -26,8 +26,9 @@ from spectrain.replay_heads import (
     medusa_shapes,
     read_pickle,
 )
+from spectrain.replay_mtp import INDEX as INDEX
+from spectrain.replay_mtp import SHARD
 
-INDEX = "model.safetensors.index.json"
 NOT_FLOAT = {"d2t": "int64", "t2d": "bool", "token_map": "int64"}
 ARCHITECTURES = {  # form and engine: what config.json may name
     ("eagle3", "vllm"): ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
@@ -103,7 +104,9 @@ class Folder:
     @cached_property
     def metadata(self) -> dict[str, str]:
         fixture = self.path / "check" / "replay.safetensors"  # beside a pickle, which holds none
-        path = min(self.path.glob("*.safetensors"), default=fixture)
+        path = self.path / SHARD
+        if not path.exists():
+            path = min(self.path.glob("*.safetensors"), default=fixture)
         if not path.exists():
             return {}
         with safe_open(path, framework="pt") as file:

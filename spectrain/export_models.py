@@ -19,9 +19,9 @@ from transformers.utils import cached_file
 from spectrain.artifacts import read_json, write_json, write_tensors
 from spectrain.config import RunConfig
 from spectrain.drafters.mtp_weights import reader
+from spectrain.replay_mtp import INDEX, SHARD
 from spectrain.target import Target, packed_layout, resolve_path
 
-INDEX, SHARD = "model.safetensors.index.json", "mtp.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 ROWS, TOLERANCE = 16, 1e-4  # of the largest logit: two attention programs, many layers
 
@@ -72,7 +72,11 @@ def write_mtp(config: RunConfig, target: Target, drafter, folder: Path, engines:
     Raises ValueError for a target that is not on disk as safetensors, or is quantised.
     """
     dtype = getattr(torch, config.export.dtype)
-    new = {name: t.detach().to(dtype).cpu() for name, t in drafter.export_tensors(engines[0]).items()}
+    # routing by a rounded correction would choose other experts; engines hold it in float32
+    new = {
+        name: t.detach().to(t.dtype if name.endswith("e_score_correction_bias") else dtype).cpu()
+        for name, t in drafter.export_tensors(engines[0]).items()
+    }
     metadata = {
         "format": "pt",
         "target": json.dumps(target.fingerprint()),

@@ -1,5 +1,5 @@
 """A second, minimal EAGLE-1, Medusa and Hydra that read an exported folder and nothing else (EAGLE-3:
-`replay.py`).
+`replay.py`, MTP: `replay_mtp.py`).
 
 Written from the contract of vLLM, SGLang and the authors' code in plain torch and float32. EAGLE-1 knows a
 Llama of any depth whose first layer has no norm in front, without biases but fc's, and drafts through rows of
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from spectrain.replay import Replay, attend, check_tensors, inv_freq, read_stored, rms_norm, rotate
+from spectrain.replay_mtp import SHARD, MtpReplay
 
 EAGLE1 = {"EagleLlamaForCausalLM": "vllm", "LlamaForCausalLM": "vllm", "LlamaForCausalLMEagle": "sglang"}
 GRAPH = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
@@ -36,9 +37,11 @@ HYDRA_GRAPH = {"hydra_head_arch": "mlp", "grounded_heads": True, "hydra_num_laye
 PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the only file that the authors' code reads
 
 
-def open_replay(folder: Path) -> "Replay | Eagle1Replay | MedusaReplay | HydraReplay":
-    """The reader of an exported folder by its config's architecture; ValueError where the folder breaks the
-    contract."""
+def open_replay(folder: Path) -> "Replay | Eagle1Replay | MedusaReplay | HydraReplay | MtpReplay":
+    """The reader of an exported folder by its shard of MTP weights, or its config's architecture; ValueError
+    where the folder breaks the contract."""
+    if (folder / SHARD).exists():
+        return MtpReplay(folder)
     architecture = (_config(folder / "config.json").get("architectures") or [None])[0]
     if architecture in EAGLE1:
         return Eagle1Replay(folder)

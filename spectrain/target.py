@@ -63,18 +63,21 @@ class Call:
 
 
 def _attention(module, query, key, value, attention_mask, *, scaling, layout: Layout, **kwargs):
-    """The function that transformers calls in every layer; `layout` is ours, the rest is its convention."""
+    """The function that transformers calls in every layer; `layout` is ours, the rest is its convention.
+
+    Values of latent attention (DeepSeek) are narrower than its keys: zeros fill them up to one width."""
+    narrower = key.shape[-1] - value.shape[-1]
     out = layout.attend(
         module.layer_idx,
         query[0],
         key[0],
-        value[0],
+        torch.nn.functional.pad(value[0], (0, narrower)) if narrower else value[0],
         scale=scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks_H=kwargs.get("s_aux"),
     )
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1)[None, ..., : value.shape[-1]], None
 
 
 AttentionInterface.register(ATTENTION, _attention)
