@@ -314,7 +314,7 @@ def _tap_ids(path: Path, config: dict[str, Any], metadata: dict[str, str]) -> tu
 
 def sglang_shift(target_model_type: str, first_id: int) -> int:
     """What SGLang adds to a nested id to get the layer whose input it captures: 1, not for every target."""
-    sometimes = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+    sometimes = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
     return int(target_model_type not in sometimes or first_id == 1)
 
 

@@ -76,11 +76,19 @@ def test_layer_outputs_0_1_2_are_capture_points_1_2_3():
 
 
 @pytest.mark.parametrize(
-    ("taps", "nested"), [((0, 1, 2), None), ((1, 2, 3), [1, 2, 3]), ((2, 3, 4), [3, 4, 5])]
+    ("kind", "taps", "nested"),
+    [
+        ("deepseek_v3", (0, 1, 2), None),
+        ("deepseek_v3", (1, 2, 3), [1, 2, 3]),
+        ("deepseek_v32", (2, 3, 4), [3, 4, 5]),
+        ("gpt_oss", (0, 1, 2), [0, 1, 2]),
+        ("gpt_oss", (2, 3, 4), [2, 3, 4]),
+    ],
 )
-def test_targets_to_which_sglang_adds_one_only_after_a_first_id_of_one(taps, nested):
+def test_targets_to_which_sglang_adds_one_only_after_a_first_id_of_one(kind, taps, nested):
+    """GPT-OSS is none of them: SGLang adds one unless its last layer is named, which no export does."""
     target = llama()
-    target.config.model_type = "gpt_oss"
+    target.config.model_type = kind
     drafter = drafter_for(target, taps=(0, 1, 2))
     drafter.taps = taps
     if nested is None:

@@ -139,7 +139,12 @@ def test_missing_layer_ids_are_an_error_until_the_recipe_names_them(tmp_path):
 @pytest.mark.case("O-C01")
 @pytest.mark.parametrize(
     ("model_type", "nested", "taps"),
-    [("llama", [1, 2, 4], (1, 2, 4)), ("gpt_oss", [1, 2, 4], (1, 2, 4)), ("gpt_oss", [2, 3, 5], (1, 2, 4))],
+    [
+        ("llama", [1, 2, 4], (1, 2, 4)),
+        ("deepseek_v3", [1, 2, 4], (1, 2, 4)),
+        ("deepseek_v3", [2, 3, 5], (1, 2, 4)),
+        ("gpt_oss", [2, 3, 5], (2, 3, 5)),
+    ],
 )
 def test_the_nested_list_names_outputs_but_for_the_targets_to_which_sglang_adds_nothing(
     tmp_path, model_type, nested, taps

@@ -139,7 +139,7 @@ def test_weights_without_tap_layers_in_their_metadata_are_refused(folder):
 )
 def test_sglang_adds_one_for_some_targets_only_if_the_first_id_is_one(folder, nested, metadata_taps):
     taps = json.loads(metadata_taps)
-    change_tensors(folder, metadata={**METADATA, "tap_ids": metadata_taps, "target_model_type": "gpt_oss"})
+    change_tensors(folder, metadata={**METADATA, "tap_ids": metadata_taps, "target_model_type": "kimi_k2"})
     change_config(
         folder,
         eagle_aux_hidden_state_layer_ids=[k + 1 for k in taps],

@@ -26,7 +26,7 @@ from spectrain.drafters.published import (
 from spectrain.drafters.vocab import read_kept_ids
 from spectrain.target import Target
 
-ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+ADDS_ONE_AFTER_ONE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 UNKNOWN = {  # switches that an engine does not have, and its name
