@@ -331,8 +331,8 @@ def record(drafter, target: Target, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 
 def _trained_steps(config: Any) -> int:
-    """Steps in which engines compute what was trained: Medusa's and Hydra's heads, MTP's blocks, and of one MTP block
-    that never read its own output the first, for engines differ in what it would read."""
+    """Steps in which engines compute what was trained: Medusa's and Hydra's heads, MTP's blocks, and of one
+    MTP block that never read its own output the first, for engines differ in what it would read."""
     if config.family in ("medusa", "hydra"):
         return config.heads
     if config.family == "mtp" and (config.unroll == 1 or config.blocks > 1):

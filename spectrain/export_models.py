@@ -49,6 +49,8 @@ def write_standalone(config: RunConfig, target: Target, drafter, folder: Path, e
     """
     dtype = getattr(torch, config.export.dtype)
     drafter.written_model(dtype).save_pretrained(folder)
+    own = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**own, "torch_dtype": own["dtype"]})  # for older readers
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

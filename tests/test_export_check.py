@@ -101,6 +101,10 @@ def halves(tensors):
     return {name: t.roll(D, 1) if name in names else t for name, t in tensors.items()}
 
 
+def prefixed(tensors):
+    return {f"model.{name}": t for name, t in tensors.items()}
+
+
 def drop(*names):
     return lambda tensors: {name: t for name, t in tensors.items() if name not in names}
 
@@ -133,8 +137,26 @@ PLANTED = {  # what, folder, how, the rule that finds it and what it says
         "config keys", "rotary frequencies",
     ),
     "model. prefixes": (
-        "eagle3", lambda c: c.tensors(lambda t: {f"model.{k}": v for k, v in t.items()}),
-        "tensor set", "model.fc.weight: the prefix is the engine's",
+        "eagle3", lambda c: c.tensors(prefixed), "tensor set", "model.fc.weight: the prefix is the engine's",
+    ),
+    "model. prefixes of EAGLE-1": (
+        "eagle1-sglang", lambda c: c.tensors(prefixed), "tensor set", "model.fc.bias: the prefix is the",
+    ),
+    "model. prefixes of Medusa": (
+        "medusa", lambda c: c.tensors(prefixed), "tensor set", "model.lm_heads.0.weight: the prefix is",
+    ),
+    "EAGLE-1's architecture of the other engine": (
+        "eagle1", lambda c: c.config(architectures=["LlamaForCausalLMEagle"]),
+        "config keys", "vllm wants LlamaForCausalLM or EagleLlamaForCausalLM",
+    ),
+    "a trained fc.bias for vLLM": (
+        "eagle1", lambda c: c.tensors(put(fc__bias=torch.ones(D))),
+        "EAGLE-1's bias and norms", "fc.bias is not zero: vLLM leaves it out",
+    ),
+    "a token_map of offsets": (
+        "medusa",
+        lambda c: (c.config(truncated_vocab_size=130), c.tensors(put(token_map=torch.full((130,), 130)))),
+        "vocabulary maps", "expected strictly rising ids below 260$",
     ),
     "a tensor of nobody": (
         "eagle3", lambda c: c.tensors(put(fc__bias=torch.zeros(D))), "tensor set", "fc.bias is not part",

@@ -119,6 +119,21 @@ def test_a_standalone_drafter_is_an_ordinary_model_with_the_targets_tokenizer(ll
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.case("O-E04")
+@pytest.mark.parametrize("family", [eagle1, medusa, standalone])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_no_typed_key_of_any_folder_is_null_and_both_dtype_keys_are_there(llama, family, engine, tmp_path):
+    if engine not in family.SERVED:
+        pytest.skip("not served")
+    settings = {standalone: {"hidden": 64}, medusa: {"heads": 2}}.get(family, {})
+    (folder,) = exported(drafter_of(family, llama, **settings), llama, tmp_path, engine)
+    config = json.loads((folder / "config.json").read_text())
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")  # null: an ordinary model that has none
+    typed = {key: value for key, value in config.items() if family is not standalone or key not in ids}
+    assert "null" not in json.dumps(typed)
+    assert (config["vocab_size"], config["dtype"], config["torch_dtype"]) == (V, "bfloat16", "bfloat16")
+
+
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
     """A GLM-4-MoE folder whose own MTP tensors lie in the shard of the rest."""

@@ -18,6 +18,7 @@ from spectrain.config import TargetConfig
 from spectrain.drafters import eagle3
 from spectrain.target import ATTENTION, Target, load_target, packed_layout
 from spectrain.testing import byte_tokenizer, tiny_llama
+from spectrain.testing_mtp import mtp_target
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 6, "vocab_size": 100, "num_attention_heads": 4,
@@ -115,3 +116,10 @@ def test_whatever_attention_a_checkpoint_asks_for_the_target_runs_ours():
     target = Target(LlamaForCausalLM(config))
     assert {layer.self_attn.config._attn_implementation for layer in target.layers} == {ATTENTION}
     assert target.self_test() == 0.0
+
+
+def test_latent_attention_whose_values_are_narrower_than_its_keys_runs_as_the_model_itself(tmp_path):
+    target = mtp_target("deepseek_v3", tmp_path)
+    attention = target.layers[0].self_attn
+    assert (attention.qk_head_dim, attention.v_head_dim) == (18, 14)
+    assert target.self_test() < 1e-4
