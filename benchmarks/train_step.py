@@ -1,20 +1,27 @@
-"""Seconds and peak extra memory of one EAGLE-3 training step on CPU, float32.
+"""CPU seconds and peak extra memory of one training step, float32: ours, the floor, other projects' own.
 
-    python benchmarks/train_step.py                            S and M at density 100% and 40%
-    python benchmarks/train_step.py --cfg S --density 0.4      one of them
+    python benchmarks/train_step.py                                   ours and the floor, EAGLE-3 and Medusa
+    python benchmarks/train_step.py --rivals FOLDER                   beside the steps of benchmarks/rivals.py
+    python benchmarks/train_step.py --family medusa --cfg S --density 0.4 --rivals FOLDER
 
-A step is the teacher's draft-vocabulary rows from its final states, the unroll, the loss (kl, slot k weighs
-0.8^k) and backward; no optimizer. The target's log-sum-exp and arg-max are part of the features, as in
-training, and not timed. Tensors are synthetic: random states, a head whose arg-max is always kept. At 40% the
-last 26 of each 64 tokens are supervised, at 100% all are.
+benchmarks/rivals.py says how FOLDER is obtained and what is called; benchmarks/train_tensors.py makes the
+tensors, which are the same for all, and says what a step of ours is. Each contender is a process of its own,
+all of one table are alive at once and take one step each in turn, so that a busy machine slows all alike. CPU
+seconds are those of all threads; a ratio is the median over the rounds of the ratio within a round. Memory is
+the peak resident size (VmHWM, reset after the warm-up) less what was resident before: activations, gradients,
+scratch.
 
-Each configuration runs in a process of its own. CPU seconds are those of all threads; memory is the peak
-resident size (VmHWM, reset after one warm-up step) less what was resident before the step: activations,
-gradients, scratch.
-
-PROTOTYPE holds what a throwaway prototype of the same step took on another machine (2-core AMD EPYC Zen 4 at
-96 GFLOP/s per core, torch 2.13, 2026-11-29), for orientation. At 100% its work is ours; at 40% it trains
-slightly more rows, since a row of ours also needs its own root in the span.
+Ours comes in several forms, so that equal work is compared as well:
+    ours             the target's log-sum-exp and arg-max are read from the features
+    ours_statistics  the target's whole head is run in the step, as in SpecForge and TorchSpec
+    ours_frozen      the draft head is not trained, as in speculators and DeepSpec; Medusa: one for all heads
+    ours_pairs       below 100%: longer spans, so that as many (row, slot) pairs are trained as by the others.
+                     A row of ours counts only if its root lies in the span of its label, since no other is
+                     met in decoding
+"x ours" is a contender's time over that of `ours`, "x same" over that of the form that does the same work.
+`floor` is the lean floor: the step's products alone (train_tensors.py: Floor), one after the other.
+`dense` is our Medusa in plain torch; its loss must be ours to 1e-5. At 100% all train the same pairs, and
+each rival's loss must be what our divergences per slot say it is under its definition (SAME_LOSS).
 """
 
 import argparse
@@ -25,111 +32,89 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ("linear_divergence", "ttt_attention", "gated_mlp", "rms_norm")
 TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS]
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    tokens: int
-    vocab: int
-    kept: int
-    unroll: int
-    threads: int
-
-
-SHAPES = {
-    "S": Shape(512, 1536, 8, 4, 512, 32000, 8000, 7, threads=1),
-    "M": Shape(1024, 3072, 16, 8, 1024, 49152, 16000, 7, threads=2),
-}
+CONFIGURATIONS = ("S", "M")
 DENSITIES = (1.0, 0.4)
-TURN = 64  # tokens of a question with its answer
-PROTOTYPE = {  # CPU seconds, MB
-    ("S", 1.0): ("2.02", 256),
-    ("S", 0.4): ("0.92", 152),
-    ("M", 1.0): ("16.0-16.3", 1018),
-    ("M", 0.4): ("7.38", 599),
+OWN = {
+    "eagle3": ("ours", "floor", "ours_statistics", "ours_frozen", "ours_pairs"),
+    "medusa": ("ours", "floor", "ours_frozen", "dense"),
+}
+RIVALS = {"eagle3": ("SpecForge", "TorchSpec", "speculators", "DeepSpec"), "medusa": ("Medusa",)}
+SAME_WORK = {
+    "SpecForge": "ours_statistics",
+    "TorchSpec": "ours_statistics",
+    "speculators": "ours_frozen",
+    "DeepSpec": "ours_frozen",
+}
+# from a slot's mean kl, mean teacher entropy and share of supervised rows
+SAME_LOSS = {
+    "SpecForge": lambda kl, entropy, share: (kl + entropy) * share,
+    "TorchSpec": lambda kl, entropy, share: kl + entropy,
+    "speculators": lambda kl, entropy, share: kl,
+    "DeepSpec": lambda kl, entropy, share: (kl + entropy) * share,
 }
 
 
-def build(shape: Shape, density: float):
-    """Drafter, objective and features of one step."""
+def contender(name: str, family: str, cfg: str, density: float, folder: Path):
+    """(step, what is known of it once it has run) by name."""
+    import train_tensors as t
+
+    shape = t.SHAPES[cfg]
+    make, floor = {"eagle3": (t.eagle3_step, t.eagle3_floor), "medusa": (t.medusa_step, t.medusa_floor)}[
+        family
+    ]
+    if name in RIVALS[family]:
+        import rivals
+
+        rivals.find(name, folder)
+        given = t.given(make(shape, density), shape.unroll if family == "eagle3" else t.HEADS)
+        step = t.training(*rivals.STEPS[name](given))
+        return step, lambda: {"pairs": given.pairs()}
+    if name == "ours_pairs":
+        density += (shape.unroll + 1) / 2 / t.TURN
+    ours = make(shape, density, form=name)
+    pairs = len(ours.drafter.index(ours.features.tokens).row)
+    if name == "floor":
+        found = floor(shape, ours)
+        return t.Contender(None, found.run), lambda: {"pairs": pairs, "gflop": found.flop / 1e9}
+    if name == "dense":
+        return t.training(ours.drafter, lambda: t.medusa_dense(ours)), lambda: {"pairs": pairs}
+    return t.training(ours.drafter, ours.loss), lambda: {"pairs": pairs, **t.slot_means(ours)}
+
+
+def serve(args) -> None:
+    """Warm up, say READY, take a step for every line read, then print what was found."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from spectrain.config import ObjectiveConfig
-    from spectrain.data.packing import pack
-    from spectrain.drafters import eagle3
-    from spectrain.features import FeatureBatch
-    from spectrain.objectives import Objective
-    from spectrain.target import Target
-    from spectrain.testing import make_sample
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        num_hidden_layers=3,
-        max_position_embeddings=4096,
-    )
-    target = Target(LlamaForCausalLM(config).float())
-    kept = torch.randperm(shape.vocab)[: shape.kept].sort().values
-    head = target.head.weight.data.normal_(std=2 * shape.hidden**-0.5)
-    dropped = torch.ones(shape.vocab, dtype=torch.bool)
-    dropped[kept] = False
-    head[dropped] *= 0.1
-    drafter = eagle3.build(eagle3.Config(unroll=shape.unroll, taps=[0, 1, 2]), target, kept)
-    answer = round(TURN * density)
-    marks = ("." * (TURN - answer) + "S" * answer) * (shape.tokens // TURN)
-    tokens = pack([make_sample("a", torch.randint(shape.vocab, (shape.tokens,)).tolist(), marks)])
-    final = torch.nn.functional.rms_norm(torch.randn(shape.tokens, shape.hidden), (shape.hidden,))
-    laws = [part @ head.T for part in final.split(128)]
-    features = FeatureBatch(
-        tokens=tokens,
-        tap_ids=drafter.taps,
-        taps=torch.randn(shape.tokens, 3, shape.hidden),
-        final=final,
-        lse=torch.cat([law.logsumexp(-1) for law in laws]),
-        argmax=torch.cat([law.argmax(-1) for law in laws]),
-    )
-    return drafter, Objective(ObjectiveConfig(), drafter, target), features
-
-
-def measure(shape: Shape, density: float, runs: int) -> dict:
-    """Seconds of each run, peak extra MB over them, rows and loss."""
-    drafter, objective, features = build(shape, density)
-
-    def step():
-        index = drafter.index(features.tokens)
-        counts = objective.count(index, features)
-        result = objective.loss(drafter.rows(features), features, drafter.head_weight(), counts)
-        result.loss.backward()
-        drafter.zero_grad()
-        return len(index.row), result.loss.item()
-
-    step()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    step, facts = contender(args.worker, args.family, args.cfg, args.density, args.rivals)
+    for _ in range(2):  # the second runs what the first compiled
+        loss = step.run()
+        drop_gradients(step.module)
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+    print("READY", flush=True)
     wall, cpu = [], []
-    for _ in range(runs):
+    for _ in sys.stdin:
         began = time.perf_counter(), time.process_time()
-        rows, loss = step()
+        loss = step.run()
         wall.append(time.perf_counter() - began[0])
         cpu.append(time.process_time() - began[1])
-    return {"wall": wall, "cpu": cpu, "peak": resident("VmHWM") - before, "rows": rows, "loss": loss}
+        drop_gradients(step.module)
+        print("STEP", flush=True)
+    peak = resident("VmHWM") - before
+    print(json.dumps({"wall": wall, "cpu": cpu, "peak": peak, "loss": loss, **facts()}))
+
+
+def drop_gradients(module) -> None:
+    if module is not None:
+        module.zero_grad()
 
 
 def resident(name: str) -> float:
@@ -140,18 +125,40 @@ def resident(name: str) -> float:
     raise ValueError(f"/proc/self/status has no {name}: this benchmark needs Linux")
 
 
-def in_own_process(cfg: str, density: float, runs: int) -> dict:
-    threads = str(SHAPES[cfg].threads)
+def start(name: str, threads: int, args) -> subprocess.Popen:
     environment = os.environ | {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
     }
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-    settings = {"--cfg": cfg, "--density": str(density), "--runs": str(runs)}
-    command = [sys.executable, __file__, "--worker", *(word for pair in settings.items() for word in pair)]
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    settings = {"--worker": name, "--family": args.family, "--cfg": args.cfg, "--density": str(args.density)}
+    settings |= {"--rivals": str(args.rivals)} if args.rivals else {}
+    command = [sys.executable, __file__, *(word for pair in settings.items() for word in pair)]
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def wait_for(word: str, name: str, process: subprocess.Popen) -> None:
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    sys.exit(f"{name} ended before it said {word} (its own words are above): exit code {process.wait()}")
+
+
+def interleaved(names: list[str], threads: int, args) -> dict[str, dict]:
+    """Results by name, after `runs` rounds of one step each."""
+    processes = {}
+    for name in names:  # one after the other: what they compile would disturb the rest
+        processes[name] = start(name, threads, args)
+        wait_for("READY", name, processes[name])
+    for i in range(args.runs):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            processes[name].stdin.write("\n")
+            wait_for("STEP", name, processes[name])
+    return {name: json.loads(process.communicate()[0]) for name, process in processes.items()}
 
 
 def middle(values: list[float]) -> str:
@@ -159,6 +166,55 @@ def middle(values: list[float]) -> str:
     ordered = sorted(values)
     low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
     return f"{statistics.median(ordered):.2f} ({low:.2f}-{high:.2f})"
+
+
+def ratio(this: dict, that: dict) -> float:
+    return statistics.median(a / b for a, b in zip(this["cpu"], that["cpu"], strict=True))
+
+
+def loss_apart(name: str, found: dict[str, dict], density: float) -> str:
+    """Relative distance of a contender's loss from what ours says it must be; "" where pairs or definitions
+    differ."""
+    ours, loss = found["ours"], found[name]["loss"]
+    if name in SAME_LOSS and density == 1:
+        slots = zip(ours["kl"], ours["entropy"], ours["share"], strict=True)
+        expected = sum(0.8**k * SAME_LOSS[name](*means) for k, means in enumerate(slots))
+    elif name == "dense" or (name == "Medusa" and density == 1):
+        expected = ours["loss"]
+    else:
+        return ""
+    return f"{abs(loss / expected - 1):.0e}"
+
+
+def table(args) -> None:
+    from train_tensors import SHAPES
+
+    names = [name for name in OWN[args.family] if args.rivals or name in ("ours", "floor", "dense")]
+    names = [name for name in names if name != "ours_pairs" or args.density < 1]
+    names += RIVALS[args.family] if args.rivals else ()
+    threads = SHAPES[args.cfg].threads
+    found = interleaved(names, threads, args)
+    ours = found["ours"]
+    print(f"\n{args.family} {args.cfg}, {args.density:.0%}, {threads} threads, {args.runs} rounds")
+    print(
+        f"{'':16} {'pairs':>6} {'CPU s':>18} {'wall s':>18} {'x ours':>7} {'x same':>7} {'peak MB':>8} "
+        f"{'ours/peak':>9} {'loss apart':>10}"
+    )
+    for name, row in found.items():
+        same = f"{ratio(row, found[SAME_WORK[name]]):.2f}" if name in SAME_WORK else ""
+        memory = ("", "") if name == "floor" else (f"{row['peak']:.0f}", f"{ours['peak'] / row['peak']:.2f}")
+        print(
+            f"{name:16} {row['pairs']:6} {middle(row['cpu']):>18} {middle(row['wall']):>18} "
+            f"{ratio(row, ours):7.2f} {same:>7} {memory[0]:>8} {memory[1]:>9} "
+            f"{loss_apart(name, found, args.density):>10}"
+        )
+    floor = found["floor"]
+    speed = floor["gflop"] / statistics.median(floor["cpu"])
+    print(
+        f"ours takes {ratio(ours, floor):.2f} times the lean floor ({floor['gflop']:.0f} GFLOP at "
+        f"{speed:.0f} GFLOP per CPU-second)",
+        flush=True,
+    )
 
 
 def conditions() -> str:
@@ -175,32 +231,25 @@ def conditions() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cfg", choices=SHAPES, help="default: all")
+    parser.add_argument("--family", choices=OWN, help="default: all")
+    parser.add_argument("--cfg", choices=CONFIGURATIONS, help="default: all")
     parser.add_argument("--density", type=float, choices=DENSITIES, help="default: all")
+    parser.add_argument("--rivals", type=Path, help="folder of source trees, see benchmarks/rivals.py")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(measure(SHAPES[args.cfg], args.density, args.runs)))
+        serve(args)
         return
     tests = [sys.executable, "-m", "pytest", "-q", *TESTS]
     if subprocess.run(tests, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"the tests of the kernels fail, so no time is taken: {' '.join(tests[1:])}")
     print(conditions())
-    print(
-        "CPU s, wall s: median (p20-p80). The prototype ran on another machine (EPYC Zen 4): compare memory."
-    )
-    columns = f"{'':9} {'threads':>7} {'rows':>5} {'CPU s':>18} {'wall s':>18} {'peak MB':>8}"
-    print(f"{columns}   prototype's CPU s, MB")
-    for cfg in [args.cfg] if args.cfg else SHAPES:
-        for density in [args.density] if args.density else DENSITIES:
-            found = in_own_process(cfg, density, args.runs)
-            seconds, memory = PROTOTYPE[cfg, density]
-            print(
-                f"{cfg} {density:6.0%} {SHAPES[cfg].threads:8} {found['rows']:6} {middle(found['cpu']):>18} "
-                f"{middle(found['wall']):>18} {found['peak']:8.0f}   {seconds}, {memory}",
-                flush=True,
-            )
+    print("CPU s, wall s: median (p20-p80)")
+    for family in [args.family] if args.family else OWN:
+        for cfg in [args.cfg] if args.cfg else CONFIGURATIONS:
+            for density in [args.density] if args.density else DENSITIES:
+                table(argparse.Namespace(**vars(args) | {"family": family, "cfg": cfg, "density": density}))
 
 
 if __name__ == "__main__":
