@@ -193,7 +193,7 @@ def torchspec(given: Given) -> Step:
 
 
 def speculators(given: Given) -> Step:
-    stand_in("openai", "openai.types", "openai.types.chat")
+    stand_in("openai", "openai.types", "openai.types.chat", "openai.types.completion")
     installed = metadata.version
     metadata.version = lambda name: "0.0.0" if name == "speculators" else installed(name)
     from speculators.losses import resolve_loss_config

@@ -80,7 +80,7 @@ def target_of(shape: Shape, kept: torch.Tensor) -> Target:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         num_hidden_layers=3,
-        max_position_embeddings=4096,
+        max_position_embeddings=max(4096, shape.tokens),
     )
     target = Target(LlamaForCausalLM(config).float())
     head = target.head.weight.data.normal_(std=2 * shape.hidden**-0.5)

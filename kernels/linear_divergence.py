@@ -32,6 +32,8 @@ TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "topk")
 TOP = 10
 SMALLEST_ALPHA = 1e-8  # keeps 1 / alpha of lk_alpha finite
 SMALLEST = 1e-30  # of a probability under a logarithm
+MEAN_ROW = frozenset({"kl", "lk_lambda"})  # terms that need the mean row of the head
+OVERLAP_CELLS = 2**18  # of rows x kept ids whose overlap is taken at a time: 1 MiB, which stays in the cache
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def linear_divergence(
     """
     assert set(weights) <= set(TERMS), f"terms {sorted(weights)}"
     heads = (head_WD,) if isinstance(head_WD, torch.Tensor) else tuple(head_WD)
-    plan = plan_rows(source_R, slot_R, len(teacher.state), chunk)
+    targets = len(teacher.state)
+    plan = plan_rows(source_R, slot_R, targets, -(-targets // -(-targets // chunk)))  # chunks of equal height
     stats = {name: torch.empty_like(source_R, dtype=z_RD.dtype) for name in ("alpha", "agree", "loss")}
     args = (plan, teacher, weights, label_R, top1_M, lambda_decay, stats)
     return form(z_RD.device).apply(z_RD, args, *heads), stats
@@ -139,9 +142,10 @@ class _LinearDivergence(torch.autograd.Function):
         rows = max(slots[-1][2] - slots[0][1] for _, _, slots in blocks)
         height = max(last - first for first, last, _ in blocks)
         most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
-        buffers = [z_RD.new_empty(n, len(heads[0])) for n in (rows, height, most, most)]
+        few = max(1, OVERLAP_CELLS // len(heads[0]))
+        buffers = [z_RD.new_empty(n, len(heads[0])) for n in (rows, height, most, few)]
         for first, last, slots in blocks:
-            law = _TeacherRows(teacher, first, last, buffers[1], "topk" in weights)
+            law = _TeacherRows(teacher, first, last, buffers[1], set(weights))
             # rows of one head together
             parts = [(0, slots)] if len(heads) == 1 else [(part[0], (part,)) for part in slots]
             for number, part in parts:
@@ -151,7 +155,7 @@ class _LinearDivergence(torch.autograd.Function):
                     z=z_RD[here],
                     head=heads[number],
                     teacher=law,
-                    mean_row=law.mean_row(heads[number]),
+                    mean_row=law.mean_row(heads[number]) if MEAN_ROW & set(weights) else None,
                     local=plan.local[begin:end] - first,
                     slots=tuple((start - begin, stop - begin) for _, start, stop in part),
                     weights={term: w[here] for term, w in weights.items()},
@@ -174,16 +178,16 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 class _TeacherRows:
-    """The target's law on the n target rows of a chunk: p [n, W], mass P [n], negative entropy
-    sum p/P log p/P [n]; if `top`, the TOP likeliest kept ids [n, k] and their p."""
+    """The target's law on the n target rows of a chunk: p [n, W], mass P [n]; if a term needs them, negative
+    entropy sum p/P log p/P [n], the TOP likeliest kept ids [n, k] and their p."""
 
-    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor, top: bool):
+    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor, terms: set[str]):
         log_p = teacher.logits(first, last, buffer[: last - first])
-        p = log_p.exp()
+        self.p = p = log_p.exp() if MEAN_ROW & terms else log_p.exp_()
         self.mass = p.sum(-1).clamp(min=SMALLEST)
-        self.p = p
-        self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
-        if top:
+        if MEAN_ROW & terms:
+            self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
+        if "topk" in terms:
             self.top_p, self.top_ids = p.topk(min(TOP, p.shape[1]))
 
     def mean_row(self, head_WD: torch.Tensor) -> torch.Tensor:
@@ -193,14 +197,14 @@ class _TeacherRows:
 
 @dataclass
 class _Chunk:
-    """Rows of one chunk that share a head. z [m, D]; mean_row [n, D]: c; local [m] target row of each; slots:
-    row ranges with one slot each; buffers: scratch of [most rows, W]. x holds the logits, then q, then what
-    multiplies the head for the gradient."""
+    """Rows of one chunk that share a head. z [m, D]; mean_row [n, D]: c, where a term needs it; local [m]
+    target row of each; slots: row ranges with one slot each; buffers: scratch of [rows, W]. x holds the
+    logits, then q, then what multiplies the head for the gradient."""
 
     z: torch.Tensor
     head: torch.Tensor
     teacher: _TeacherRows
-    mean_row: torch.Tensor
+    mean_row: torch.Tensor | None
     local: torch.Tensor
     slots: tuple[tuple[int, int], ...]
     weights: dict[str, torch.Tensor]
@@ -223,20 +227,23 @@ class _Chunk:
         found = self.x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
         return ((found == self.largest) & (wanted >= 0)).to(self.x.dtype)
 
-    def law(self, start: int, stop: int) -> torch.Tensor:
-        """p of rows start .. stop - 1, without a copy where they are the chunk's target rows one by one."""
-        p, local = self.teacher.p, self.local[start:stop]
-        if len(local) == len(p) and bool((local[1:] > local[:-1]).all()):
-            return p
-        return torch.index_select(p, 0, local, out=self.buffers[2][: stop - start])
+    def law(self, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
+        """p of rows start .. stop - 1, without a copy where their target rows follow one another."""
+        local = self.local[start:stop]
+        first, count = int(local[0]), stop - start
+        if torch.equal(local, torch.arange(first, first + count, device=local.device)):
+            return self.teacher.p[first : first + count]
+        return torch.index_select(self.teacher.p, 0, local, out=buffer[:count])
 
     def overlap(self) -> torch.Tensor:
         """sum min(p, q) of each row; the equal 1 - |q - p| / 2 loses its digits where alpha is small."""
-        alpha = torch.empty_like(self.lse)
-        for start, stop in self.slots:
-            both = self.buffers[3][: stop - start]
-            torch.minimum(self.x[start:stop], self.law(start, stop), out=both)
-            torch.sum(both, -1, out=alpha[start:stop])
+        alpha, buffer = torch.empty_like(self.lse), self.buffers[3]
+        for begin, end in self.slots:
+            for start in range(begin, end, len(buffer)):
+                stop = min(start + len(buffer), end)
+                both = buffer[: stop - start]
+                torch.minimum(self.x[start:stop], self.law(start, stop, buffer), out=both)
+                torch.sum(both, -1, out=alpha[start:stop])
         return alpha
 
     def loss_and_gradient(
@@ -245,7 +252,7 @@ class _Chunk:
         """Weighted loss of each row [m] and its gradient dz [m, D]; adds to dhead."""
         kl_w, tv_w, loss = self._coefficients(alpha, decay)
         ce_w = self.weights.get("ce")
-        softmax_w = kl_w if ce_w is None else kl_w + ce_w
+        softmax_w = sum((w for w in (kl_w, ce_w) if w is not None), torch.zeros_like(alpha))
         if "topk" in self.weights:
             softmax_w = softmax_w + self.weights["topk"] * self.teacher.top_p.sum(-1)[self.local]
         wide = tv_w is not None or bool({"reverse_kl", "jsd"} & set(self.weights))
@@ -254,9 +261,11 @@ class _Chunk:
         dz = self.x @ self.head
         if not wide:
             dz *= softmax_w[:, None]
-        dz -= self.mean_row[self.local] * kl_w[:, None]
         if dhead is not None:
             dhead.addmm_(self.x.t(), self.z if wide else self.z * softmax_w[:, None])
+        if self.mean_row is not None:
+            dz -= self.mean_row[self.local] * kl_w[:, None]
+        if self.mean_row is not None and dhead is not None:
             kl_z = self.z * (kl_w / self.teacher.mass[self.local])[:, None]
             summed = torch.zeros_like(self.mean_row).index_add_(0, self.local, kl_z)
             dhead.addmm_(self.teacher.p.t(), summed, alpha=-1)
@@ -282,13 +291,15 @@ class _Chunk:
 
     def _coefficients(
         self, alpha: torch.Tensor, decay: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Coefficients [m] of the kl and the tv gradient (None where no term needs it), and the loss of their
-        terms."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """Coefficients [m] of the kl and the tv gradient (None where no term needs them), and the loss of
+        their terms."""
         weights, local = self.weights, self.local
         zero = torch.zeros_like(alpha)
-        kl = self.teacher.negative_entropy[local] + self.lse - (self.mean_row[local] * self.z).sum(-1)
-        kl_w, loss, tv_w = zero, zero, None
+        kl_w, tv_w, loss = None, None, zero
+        if self.mean_row is not None:
+            kl = self.teacher.negative_entropy[local] + self.lse - (self.mean_row[local] * self.z).sum(-1)
+            kl_w = zero
         if "kl" in weights:
             kl_w, loss = weights["kl"], weights["kl"] * kl
         if "tv" in weights:
@@ -314,7 +325,7 @@ class _Chunk:
         """
         loss = torch.zeros_like(self.lse)
         for start, stop in self.slots:
-            q, p = self.x[start:stop], self.law(start, stop)
+            q, p = self.x[start:stop], self.law(start, stop, self.buffers[2])
             scale, extra = softmax_w[start:stop], None
             if "reverse_kl" in self.weights:
                 weight = self.weights["reverse_kl"][start:stop]
