@@ -196,7 +196,9 @@ class Floor:
         self.known: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def matrix(self, role: str, rows: int, width: int) -> torch.Tensor:
-        return self.known.setdefault((role, rows, width), torch.randn(rows, width))
+        if (role, rows, width) not in self.known:
+            self.known[role, rows, width] = torch.randn(rows, width)
+        return self.known[role, rows, width]
 
     def run(self) -> None:
         for (n, a, b), times in self.maps:
