@@ -10,11 +10,9 @@
 
 Several rows share one target row (the slots of an unroll): its law is computed once per chunk and never
 stored for more than a chunk, so the extra memory is independent of rows x vocabulary. Rows are handled slot
-by slot inside a chunk of target rows; W is one for all, or each slot has its own (parallel heads). What can
-be done on the narrow sides of the products is done there:
-with c = sum_v (p_v / P) W_v, one row per target row,
-    sum_v (p_v / P) x_v = c z      d kl / dz = sum_v q_v W_v - c      d kl / dW = q z^T - (p / P) z^T
-so that kl alone needs no pass over rows x vocabulary besides softmax and alpha; topk is done in the same way.
+by slot inside a chunk of target rows; W is one for all, or each slot has its own (parallel heads). What needs
+every logit of a row is done for a few rows at a time, which stay in the cache meanwhile. A term's weight is
+multiplied on the narrow sides of the products where it can be; so is all of topk but the softmax.
 All is done in the forward. On a GPU `linear_divergence_triton.py` does the same with one kernel between the
 products.
 Sums have the dtype of z, float32 in training. Knows no family.
@@ -32,8 +30,15 @@ TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "topk")
 TOP = 10
 SMALLEST_ALPHA = 1e-8  # keeps 1 / alpha of lk_alpha finite
 SMALLEST = 1e-30  # of a probability under a logarithm
-MEAN_ROW = frozenset({"kl", "lk_lambda"})  # terms that need the mean row of the head
-OVERLAP_CELLS = 2**18  # of rows x kept ids whose overlap is taken at a time: 1 MiB, which stays in the cache
+WIDE = {
+    "tv",
+    "lk_alpha",
+    "lk_lambda",
+    "reverse_kl",
+    "jsd",
+}  # their gradient is more than a multiple of q - p/P
+KL = {"kl", "lk_lambda"}  # terms with a kl in them
+CACHED = 2**17  # logits handled at a time on CPU: half a MiB, and as much of p and of p/P
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,12 @@ class _LinearDivergence(torch.autograd.Function):
         rows = max(slots[-1][2] - slots[0][1] for _, _, slots in blocks)
         height = max(last - first for first, last, _ in blocks)
         most = max(stop - start for _, _, slots in blocks for _, start, stop in slots)
-        few = max(1, OVERLAP_CELLS // len(heads[0]))
-        buffers = [z_RD.new_empty(n, len(heads[0])) for n in (rows, height, most, few)]
+        few = max(1, CACHED // len(heads[0]))
+        scratch = _Scratch(
+            *(z_RD.new_empty(n, len(heads[0])) for n in (rows, height, height, few, few, most))
+        )
         for first, last, slots in blocks:
-            law = _TeacherRows(teacher, first, last, buffers[1], set(weights))
+            law = _TeacherRows(teacher, first, last, scratch, set(weights))
             # rows of one head together
             parts = [(0, slots)] if len(heads) == 1 else [(part[0], (part,)) for part in slots]
             for number, part in parts:
@@ -155,17 +162,15 @@ class _LinearDivergence(torch.autograd.Function):
                     z=z_RD[here],
                     head=heads[number],
                     teacher=law,
-                    mean_row=law.mean_row(heads[number]) if MEAN_ROW & set(weights) else None,
                     local=plan.local[begin:end] - first,
                     slots=tuple((start - begin, stop - begin) for _, start, stop in part),
                     weights={term: w[here] for term, w in weights.items()},
                     label=None if labels is None else labels[here].clamp(min=0),
-                    buffers=buffers,
+                    scratch=scratch,
                 )
-                chunk.softmax()
-                stats["agree"][here] = 0.0 if top1 is None else chunk.agreement(top1[first:last])
-                stats["alpha"][here] = alpha = chunk.overlap()
-                stats["loss"][here], dz[here] = chunk.loss_and_gradient(alpha, decay, dheads[number])
+                chunk.softmax(None if top1 is None else top1[first:last])
+                stats["agree"][here], stats["alpha"][here] = chunk.agree, chunk.alpha
+                stats["loss"][here], dz[here] = chunk.loss_and_gradient(decay, dheads[number])
         ctx.save_for_backward(dz, *dheads)
         return stats["loss"].sum()
 
@@ -177,98 +182,105 @@ class _LinearDivergence(torch.autograd.Function):
         return dz, None, *dheads
 
 
+@dataclass(frozen=True)
+class _Scratch:
+    """Memory of all chunks, [rows, W]: logits of a chunk's rows; p and p/P of its target rows; p and p/P of a
+    few rows; p of a slot's rows. What no term needs is never touched, so that it takes no memory."""
+
+    x: torch.Tensor
+    p: torch.Tensor
+    r: torch.Tensor
+    few_p: torch.Tensor
+    few_r: torch.Tensor
+    slot_p: torch.Tensor
+
+
 class _TeacherRows:
-    """The target's law on the n target rows of a chunk: p [n, W], mass P [n]; if a term needs them, negative
-    entropy sum p/P log p/P [n], the TOP likeliest kept ids [n, k] and their p."""
+    """The target's law on the n target rows of a chunk: p [n, W], mass P [n]; if a term needs them, r = p/P
+    [n, W] with its negative entropy sum r log r [n], the TOP likeliest kept ids [n, k] and their p."""
 
-    def __init__(self, teacher: Teacher, first: int, last: int, buffer: torch.Tensor, terms: set[str]):
-        log_p = teacher.logits(first, last, buffer[: last - first])
-        self.p = p = log_p.exp() if MEAN_ROW & terms else log_p.exp_()
-        self.mass = p.sum(-1).clamp(min=SMALLEST)
-        if MEAN_ROW & terms:
-            self.negative_entropy = log_p.mul_(p).nan_to_num_(nan=0.0).sum(-1) / self.mass - self.mass.log()
+    def __init__(self, teacher: Teacher, first: int, last: int, scratch: _Scratch, terms: set[str]):
+        self.p = teacher.logits(first, last, scratch.p[: last - first])
+        if KL & terms:
+            self.r = log_p = scratch.r[: last - first].copy_(self.p)
+        self.p.exp_()
+        self.mass = self.p.sum(-1).clamp(min=SMALLEST)
+        if KL & terms:
+            plogp = log_p.mul_(self.p).nan_to_num_(nan=0.0).sum(-1)
+            self.negative_entropy = plogp / self.mass - self.mass.log()
+            torch.div(self.p, self.mass[:, None], out=self.r)
         if "topk" in terms:
-            self.top_p, self.top_ids = p.topk(min(TOP, p.shape[1]))
-
-    def mean_row(self, head_WD: torch.Tensor) -> torch.Tensor:
-        """c [n, D], the mean row of a head."""
-        return (self.p @ head_WD).div_(self.mass[:, None])
+            self.top_p, self.top_ids = self.p.topk(min(TOP, self.p.shape[1]))
 
 
 @dataclass
 class _Chunk:
-    """Rows of one chunk that share a head. z [m, D]; mean_row [n, D]: c, where a term needs it; local [m]
-    target row of each; slots: row ranges with one slot each; buffers: scratch of [rows, W]. x holds the
-    logits, then q, then what multiplies the head for the gradient."""
+    """Rows of one chunk that share a head. z [m, D]; local [m] target row of each; slots: row ranges with one
+    slot each. x holds the logits, then q, then what multiplies the head for the gradient: q - p/P with kl
+    alone, else what `_wide` leaves, else q."""
 
     z: torch.Tensor
     head: torch.Tensor
     teacher: _TeacherRows
-    mean_row: torch.Tensor | None
     local: torch.Tensor
     slots: tuple[tuple[int, int], ...]
     weights: dict[str, torch.Tensor]
     label: torch.Tensor | None
-    buffers: list[torch.Tensor]
+    scratch: _Scratch
 
-    def softmax(self) -> None:
-        """Fill x with q; keep log-sum-exp, the largest q and the label's logit."""
-        self.x = x = torch.mm(self.z, self.head.t(), out=self.buffers[0][: len(self.z)])
-        top = x.amax(-1)
+    def softmax(self, top1_n: torch.Tensor | None) -> None:
+        """x; of each row [m] log-sum-exp, sum r x (with a kl), label logit, agreement, sum min(p, q): the
+        equal 1 - |q - p| / 2 loses its digits where alpha is small."""
+        self.x = torch.mm(self.z, self.head.t(), out=self.scratch.x[: len(self.z)])
+        self.lse, self.cross, self.alpha = (torch.empty_like(self.z[:, 0]) for _ in range(3))
+        self.agree = torch.zeros_like(self.lse)
         if self.label is not None:
-            self.label_logit = x.gather(1, self.label[:, None])[:, 0]
-        torch.ops.aten._softmax.out(x, -1, False, out=x)
-        self.largest = x.amax(-1)
-        self.lse = top - torch.log(self.largest)
+            self.label_logit = self.x.gather(1, self.label[:, None])[:, 0]
+        step = len(self.scratch.few_p)
+        for start in range(0, len(self.x), step):
+            rows = slice(start, min(start + step, len(self.x)))
+            x, top = self.x[rows], self.x[rows].amax(-1)
+            r = self._of_rows(self.teacher.r, rows, self.scratch.few_r) if KL & set(self.weights) else None
+            both = self.scratch.few_p[: len(x)]
+            if r is not None:
+                self.cross[rows] = torch.mul(x, r, out=both).sum(-1)
+            torch.ops.aten._softmax.out(x, -1, False, out=x)
+            largest = x.amax(-1)
+            self.lse[rows] = top - largest.log()
+            if top1_n is not None:
+                wanted = top1_n[self.local[rows]]
+                found = x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+                self.agree[rows] = ((found == largest) & (wanted >= 0)).to(x.dtype)
+            torch.minimum(x, self._of_rows(self.teacher.p, rows, both), out=both)
+            self.alpha[rows] = both.sum(-1)
+            if r is not None and len(self.weights) == 1 and "kl" in self.weights:
+                x.sub_(r)
 
-    def agreement(self, top1_n: torch.Tensor) -> torch.Tensor:
-        """1 where the target's arg-max has the largest q, 0 elsewhere and where it is not kept (-1)."""
-        wanted = top1_n[self.local]
-        found = self.x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
-        return ((found == self.largest) & (wanted >= 0)).to(self.x.dtype)
-
-    def law(self, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
-        """p of rows start .. stop - 1, without a copy where their target rows follow one another."""
-        local = self.local[start:stop]
-        first, count = int(local[0]), stop - start
+    def _of_rows(self, law: torch.Tensor, rows: slice, buffer: torch.Tensor) -> torch.Tensor:
+        """p or p/P of rows, without a copy where their target rows follow one another."""
+        local = self.local[rows]
+        first, count = int(local[0]), len(local)
         if torch.equal(local, torch.arange(first, first + count, device=local.device)):
-            return self.teacher.p[first : first + count]
-        return torch.index_select(self.teacher.p, 0, local, out=buffer[:count])
-
-    def overlap(self) -> torch.Tensor:
-        """sum min(p, q) of each row; the equal 1 - |q - p| / 2 loses its digits where alpha is small."""
-        alpha, buffer = torch.empty_like(self.lse), self.buffers[3]
-        for begin, end in self.slots:
-            for start in range(begin, end, len(buffer)):
-                stop = min(start + len(buffer), end)
-                both = buffer[: stop - start]
-                torch.minimum(self.x[start:stop], self.law(start, stop, buffer), out=both)
-                torch.sum(both, -1, out=alpha[start:stop])
-        return alpha
+            return law[first : first + count]
+        return torch.index_select(law, 0, local, out=buffer[:count])
 
     def loss_and_gradient(
-        self, alpha: torch.Tensor, decay: float, dhead: torch.Tensor | None
+        self, decay: float, dhead: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss of each row [m] and its gradient dz [m, D]; adds to dhead."""
-        kl_w, tv_w, loss = self._coefficients(alpha, decay)
+        kl_w, tv_w, loss = self._coefficients(decay)
         ce_w = self.weights.get("ce")
-        softmax_w = sum((w for w in (kl_w, ce_w) if w is not None), torch.zeros_like(alpha))
+        softmax_w = sum((w for w in (kl_w, ce_w) if w is not None), torch.zeros_like(self.alpha))
         if "topk" in self.weights:
             softmax_w = softmax_w + self.weights["topk"] * self.teacher.top_p.sum(-1)[self.local]
-        wide = tv_w is not None or bool({"reverse_kl", "jsd"} & set(self.weights))
+        wide = bool(WIDE & set(self.weights)) or (kl_w is not None and len(self.weights) > 1)
         if wide:
-            loss = loss + self._wide(softmax_w, tv_w)
+            loss = loss + self._wide(softmax_w, kl_w, tv_w)
         dz = self.x @ self.head
         if not wide:
             dz *= softmax_w[:, None]
         if dhead is not None:
             dhead.addmm_(self.x.t(), self.z if wide else self.z * softmax_w[:, None])
-        if self.mean_row is not None:
-            dz -= self.mean_row[self.local] * kl_w[:, None]
-        if self.mean_row is not None and dhead is not None:
-            kl_z = self.z * (kl_w / self.teacher.mass[self.local])[:, None]
-            summed = torch.zeros_like(self.mean_row).index_add_(0, self.local, kl_z)
-            dhead.addmm_(self.teacher.p.t(), summed, alpha=-1)
         if ce_w is not None and self.label is not None:
             loss = loss + ce_w * (self.lse - self.label_logit)
             dz -= self.head[self.label] * ce_w[:, None]
@@ -289,16 +301,14 @@ class _Chunk:
             dhead.index_add_(0, t.top_ids.flatten(), parts.flatten(0, 1), alpha=-1)
         return weight * (t.top_p.sum(-1)[self.local] * self.lse - (top_row[self.local] * self.z).sum(-1))
 
-    def _coefficients(
-        self, alpha: torch.Tensor, decay: float
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    def _coefficients(self, decay: float) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """Coefficients [m] of the kl and the tv gradient (None where no term needs them), and the loss of
         their terms."""
-        weights, local = self.weights, self.local
+        weights, alpha = self.weights, self.alpha
         zero = torch.zeros_like(alpha)
         kl_w, tv_w, loss = None, None, zero
-        if self.mean_row is not None:
-            kl = self.teacher.negative_entropy[local] + self.lse - (self.mean_row[local] * self.z).sum(-1)
+        if KL & set(weights):
+            kl = self.teacher.negative_entropy[self.local] + self.lse - self.cross
             kl_w = zero
         if "kl" in weights:
             kl_w, loss = weights["kl"], weights["kl"] * kl
@@ -315,9 +325,11 @@ class _Chunk:
             loss = loss + weights["lk_lambda"] * (share * kl + (1 - share) * (1 - alpha))
         return kl_w, tv_w, loss
 
-    def _wide(self, softmax_w: torch.Tensor, tv_w: torch.Tensor | None) -> torch.Tensor:
-        """x <- softmax_w q + tv_w d(1 - alpha)/dx + the gradients of reverse_kl and jsd, row by row; returns
-        the loss of those two [m].
+    def _wide(
+        self, softmax_w: torch.Tensor, kl_w: torch.Tensor | None, tv_w: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x <- softmax_w q - kl_w p/P + tv_w d(1 - alpha)/dx + the gradients of reverse_kl and jsd, row by
+        row; returns the loss of those two [m].
 
         d alpha / dx_v = q_v ([q_v < p_v] - sum_u q_u [q_u < p_u]);
         d reverse_kl / dx_v = q_v (g_v - sum_u q_u g_u), g = log q - log p/P;
@@ -325,7 +337,7 @@ class _Chunk:
         """
         loss = torch.zeros_like(self.lse)
         for start, stop in self.slots:
-            q, p = self.x[start:stop], self.law(start, stop, self.buffers[2])
+            q, p = self.x[start:stop], self._of_rows(self.teacher.p, slice(start, stop), self.scratch.slot_p)
             scale, extra = softmax_w[start:stop], None
             if "reverse_kl" in self.weights:
                 weight = self.weights["reverse_kl"][start:stop]
@@ -350,6 +362,11 @@ class _Chunk:
                 q.mul_(scale[:, None]).sub_(below.mul_(tv_w[start:stop, None]))
             else:
                 q.mul_(scale[:, None])
+            if kl_w is not None:
+                r = torch.index_select(
+                    self.teacher.r, 0, self.local[start:stop], out=self.scratch.slot_p[: stop - start]
+                )
+                q.sub_(r.mul_(kl_w[start:stop, None]))
             if extra is not None:
                 q.add_(extra)
         return loss
