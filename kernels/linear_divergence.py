@@ -309,7 +309,6 @@ class _Chunk:
         kl_w, tv_w, loss = None, None, zero
         if KL & set(weights):
             kl = self.teacher.negative_entropy[self.local] + self.lse - self.cross
-            kl_w = zero
         if "kl" in weights:
             kl_w, loss = weights["kl"], weights["kl"] * kl
         if "tv" in weights:
@@ -320,7 +319,7 @@ class _Chunk:
             loss = loss - weights["lk_alpha"] * floor.log()
         if "lk_lambda" in weights:
             share = alpha.mul(-decay).exp()
-            kl_w = kl_w + weights["lk_lambda"] * share
+            kl_w = (zero if kl_w is None else kl_w) + weights["lk_lambda"] * share
             tv_w = (zero if tv_w is None else tv_w) + weights["lk_lambda"] * (1 - share)
             loss = loss + weights["lk_lambda"] * (share * kl + (1 - share) * (1 - alpha))
         return kl_w, tv_w, loss
