@@ -61,7 +61,7 @@ PROTOTYPE = {  # CPU seconds, MB
 }
 
 
-def build(shape: Shape, density: float):
+def build(shape: Shape, density: float, device="cpu"):
     """Drafter, objective and features of one step."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -84,7 +84,8 @@ def build(shape: Shape, density: float):
         num_hidden_layers=3,
         max_position_embeddings=4096,
     )
-    target = Target(LlamaForCausalLM(config).float())
+    with torch.device(device):
+        target = Target(LlamaForCausalLM(config).float())
     kept = torch.randperm(shape.vocab)[: shape.kept].sort().values
     head = target.head.weight.data.normal_(std=2 * shape.hidden**-0.5)
     dropped = torch.ones(shape.vocab, dtype=torch.bool)
@@ -94,7 +95,7 @@ def build(shape: Shape, density: float):
     answer = round(TURN * density)
     marks = ("." * (TURN - answer) + "S" * answer) * (shape.tokens // TURN)
     tokens = pack([make_sample("a", torch.randint(shape.vocab, (shape.tokens,)).tolist(), marks)])
-    final = torch.nn.functional.rms_norm(torch.randn(shape.tokens, shape.hidden), (shape.hidden,))
+    final = torch.nn.functional.rms_norm(torch.randn(shape.tokens, shape.hidden), (shape.hidden,)).to(head)
     laws = [part @ head.T for part in final.split(128)]
     features = FeatureBatch(
         tokens=tokens,
@@ -104,14 +105,14 @@ def build(shape: Shape, density: float):
         lse=torch.cat([law.logsumexp(-1) for law in laws]),
         argmax=torch.cat([law.argmax(-1) for law in laws]),
     )
-    return drafter, Objective(ObjectiveConfig(), drafter, target), features
+    return drafter, Objective(ObjectiveConfig(), drafter, target), features.to(torch.device(device))
 
 
-def measure(shape: Shape, density: float, runs: int) -> dict:
-    """Seconds of each run, peak extra MB over them, rows and loss."""
-    drafter, objective, features = build(shape, density)
+def step_of(shape: Shape, density: float, device="cpu"):
+    """One step, to be run as often as wanted: its rows and loss."""
+    drafter, objective, features = build(shape, density, device)
 
-    def step():
+    def step() -> tuple[int, float]:
         index = drafter.index(features.tokens)
         counts = objective.count(index, features)
         result = objective.loss(drafter.rows(features), features, drafter.head_weight(), counts)
@@ -119,6 +120,12 @@ def measure(shape: Shape, density: float, runs: int) -> dict:
         drafter.zero_grad()
         return len(index.row), result.loss.item()
 
+    return step
+
+
+def measure(shape: Shape, density: float, runs: int) -> dict:
+    """Seconds of each run, peak extra MB over them, rows and loss."""
+    step = step_of(shape, density)
     step()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
