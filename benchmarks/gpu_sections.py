@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from unittest import mock
 
@@ -89,6 +89,14 @@ def compare(what: str, found: torch.Tensor, expected: torch.Tensor, bound: float
     return Line(f"{what}: right", note=f"off by {drift:.1e} (bound {bound:.0e})")
 
 
+def equal(what: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Line:
+    """An error unless the tensors, on whatever device, are the same bit for bit."""
+    wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not a.equal(b.to(a.device))]
+    if wrong:
+        raise AssertionError(f"{what}: tensors {wrong} of {len(found)} differ from the reference")
+    return Line(f"{what}: right", note="bit for bit")
+
+
 def ceilings(bench: Bench) -> Iterator[Line]:
     """What a copy and a matrix product reach."""
     size, edge = bench.pick((2**30, 8192), (2**16, 64))
@@ -112,9 +120,8 @@ def tree_build(bench: Bench) -> Iterator[Line]:
     lists = [[random_tree(N, b) for b in range(B)], [N - b % 2 for b in range(B)], list(range(100, 100 + B))]
     on_cpu = [torch.tensor(values, dtype=torch.int32) for values in lists]
     inputs = [bench.ints(values) for values in lists]
-    expected, found = vars(reference(*on_cpu)), vars(launch(*inputs))
-    for name in expected:
-        yield compare(name, found[name], expected[name], 0.0)
+    found, expected = launch(*inputs), reference(*on_cpu)
+    yield equal(", ".join(vars(found)), list(vars(found).values()), list(vars(expected).values()))
     yield Line(f"{B} trees of {N}", bench.time(lambda: launch(*inputs)))
 
 
@@ -175,7 +182,9 @@ def verify(bench: Bench) -> Iterator[Line]:
     from spectrain.kernels.verify_triton import verify as launch
     from spectrain.proposal import Proposal
 
-    B, N, V = bench.pick((8, 63, 128256), (2, 3, 96))
+    # Float32 sums round differently on a device. Among 5,000 ids no draw lies as near to the edge of one as
+    # that; among 128,256 one in a hundred would.
+    B, N, V = bench.pick((8, 63, 5000), (2, 3, 96))
     parents = [random_tree(N, b) for b in range(B)]
     proposals = [Proposal(torch.arange(N) + 1, tuple(p)) for p in parents]
     starts = list(range(0, B * (N + 1), N + 1))
@@ -200,7 +209,8 @@ def verify(bench: Bench) -> Iterator[Line]:
         yield Line(f"T {sampling.temperature}, top-p {sampling.top_p}: right", note=f"{B} equal verdicts")
     trees = by_kernel._trees(proposals, starts, bench.device)
     uniforms = torch.rand(B, N + 1, 3, dtype=torch.float64, device=bench.device)
-    logits = logits.to(bench.dtype)
+    V = bench.pick(128256, 96)
+    logits = bench.normal(B * (N + 1), V)
     filters = {"greedy": Filters(0.0), "T 1": Filters(1.0), "T 1, top-p 0.9": Filters(1.0, top_p=0.9)}
     for name in bench.pick(list(filters), ["T 1"]):
         seconds = bench.time(lambda name=name: launch(logits, trees, uniforms, filters[name]))
@@ -221,7 +231,7 @@ def commit(bench: Bench) -> Iterator[Line]:
     tables = Table.of(tensors)
     launch(tables, *lists)
     reference(Table.of(copies), *lists)
-    yield compare("the path moved", torch.stack(tensors), torch.stack(copies), 0.0)
+    yield equal("the path moved", tensors, copies)
     moved = 2 * 4 * B * 2 * layers * shape[2] * shape[3] * tensors[0].element_size() / 2**30
     seconds = bench.time(lambda: launch(tables, *lists))
     yield Line(f"B {B}, 4 nodes, {2 * layers} tensors", seconds, gib=moved)
@@ -238,7 +248,7 @@ def state_commit(bench: Bench) -> Iterator[Line]:
     expected = [state.clone() for state in states]
     reference(expected, snapshots, *lists)
     launch(states, snapshots, *lists)
-    yield compare("states", torch.stack(states), torch.stack(expected), 0.0)
+    yield equal("states", states, expected)
     gib = 2 * B * width * layers * states[0].element_size() / 2**30
     seconds = bench.time(lambda: launch(states, snapshots, *lists))
     yield Line(f"B {B}, {layers} layers", seconds, gib=gib, note="the engine does not call it")
@@ -339,12 +349,7 @@ def training(bench: Bench) -> Iterator[Line]:
         train_step.Shape(32, 32, 2, 1, 64, 96, 48, 3, threads=0),
     )
     for density in bench.pick((1.0, 0.4), (0.4,)):
-        step = train_step.step_of(shape, density, bench.device)
-
-        def run(step=step):
-            with torch.autocast(bench.device.type, torch.bfloat16, enabled=not bench.small):
-                return step()
-
+        run = train_step.step_of(shape, density, bench.device, half=not bench.small)
         rows, loss = run()
         peak = ""
         if not bench.small:
@@ -381,7 +386,8 @@ def main() -> None:
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    assert args.small == (os.environ["TRITON_INTERPRET"] == "1"), "TRITON_INTERPRET: 1 with --small, else 0"
+    # read when Triton is first imported
+    os.environ |= {"TRITON_INTERPRET": "1" if args.small else "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     torch.manual_seed(0)
     for line in SECTIONS[args.section](Bench(args.small)):
         print(json.dumps(asdict(line)), flush=True)

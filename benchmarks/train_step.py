@@ -108,14 +108,19 @@ def build(shape: Shape, density: float, device="cpu"):
     return drafter, Objective(ObjectiveConfig(), drafter, target), features.to(torch.device(device))
 
 
-def step_of(shape: Shape, density: float, device="cpu"):
-    """One step, to be run as often as wanted: its rows and loss."""
+def step_of(shape: Shape, density: float, device="cpu", *, half: bool = False):
+    """One step, to be run as often as wanted: its rows and loss; half: under bfloat16 autocast, as training
+    on a GPU with train.dtype=bfloat16."""
+    import torch
+
     drafter, objective, features = build(shape, density, device)
 
     def step() -> tuple[int, float]:
         index = drafter.index(features.tokens)
         counts = objective.count(index, features)
-        result = objective.loss(drafter.rows(features), features, drafter.head_weight(), counts)
+        with torch.autocast(features.final.device.type, torch.bfloat16, enabled=half):
+            rows = drafter.rows(features)
+            result = objective.loss(rows, features, drafter.head_weight(), counts)
         result.loss.backward()
         drafter.zero_grad()
         return len(index.row), result.loss.item()
