@@ -8,6 +8,7 @@ graphs where the other does.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import torch
@@ -65,8 +66,10 @@ def lines(bench) -> Iterator[dict]:
     target, drafter = models(bench.small)
     length, tokens, batches = bench.pick((1024, 64, (1, 8)), (5, 5, (2,)))
     shape, drafted = target_shape(target), DraftShape(*drafter.weights_read())
-    patches = {"DEVICES": ("cpu",), "CudaCapture": lambda: called} if bench.small else {}
-    with mock.patch.multiple(graphs, **patches):
+    capturing: AbstractContextManager = nullcontext()
+    if bench.small:
+        capturing = mock.patch.multiple(graphs, DEVICES=("cpu",), CudaCapture=lambda: called)
+    with capturing:
         for batch in batches:
             prompts = torch.randint(target.vocab_size, (batch, length)).tolist()
             texts: dict[str, list[tuple[int, ...]]] = {}

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from spectrain.cache import KVCache
-from spectrain.graphs import Graphs, Tensors, run
-from spectrain.recurrent import RecurrentCache
-from spectrain.target import Layout, Target
+from spectrain.cache import CacheLayout, KVCache
+from spectrain.graphs import FixedLayout, Graphs, Tensors, run
+from spectrain.recurrent import RecurrentCache, RecurrentLayout
+from spectrain.target import Target
+
+Placed = CacheLayout | FixedLayout | RecurrentLayout
 
 
 class TargetCall:
@@ -39,11 +41,11 @@ class TargetCall:
             )
         return taps, final, logits
 
-    def _states(self, layout: Layout, ids_T: torch.Tensor) -> Tensors:
+    def _states(self, layout: Placed, ids_T: torch.Tensor) -> Tensors:
         positions = layout.positions.to(ids_T.device)
         states = self.target.states(ids_T, positions, layout, taps=self.taps)
         return states.taps, states.final
 
-    def _judged(self, layout: Layout, ids_T: torch.Tensor) -> Tensors:
+    def _judged(self, layout: Placed, ids_T: torch.Tensor) -> Tensors:
         taps, final = self._states(layout, ids_T)
         return taps, final, self.target.logits(final)
