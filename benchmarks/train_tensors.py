@@ -71,7 +71,7 @@ class Ours:
         return result.loss
 
 
-def target_of(shape: Shape, kept: torch.Tensor) -> Target:
+def target_of(shape: Shape, kept: torch.Tensor, device: str) -> Target:
     """A random target of three layers; the rows of its head that are not kept are small."""
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -82,7 +82,8 @@ def target_of(shape: Shape, kept: torch.Tensor) -> Target:
         num_hidden_layers=3,
         max_position_embeddings=max(4096, shape.tokens),
     )
-    target = Target(LlamaForCausalLM(config).float())
+    with torch.device(device):
+        target = Target(LlamaForCausalLM(config).float())
     head = target.head.weight.data.normal_(std=2 * shape.hidden**-0.5)
     dropped = torch.ones(shape.vocab, dtype=torch.bool)
     dropped[kept] = False
@@ -97,16 +98,17 @@ def features_of(shape: Shape, density: float, target: Target, taps: tuple[int, .
     tokens = pack([make_sample("a", ids.tolist(), marks)])
     draw = torch.Generator().manual_seed(2)
     states = torch.randn(shape.tokens, len(taps) + 1, shape.hidden, generator=draw)
-    final = F.rms_norm(states[:, -1], (shape.hidden,))
+    final = F.rms_norm(states[:, -1], (shape.hidden,)).to(target.device)
     lse, argmax = _law(target, final, tokens)
-    return FeatureBatch(tokens, taps, states[:, :-1].contiguous(), final, lse, argmax)
+    features = FeatureBatch(tokens, taps, states[:, :-1].contiguous(), final, lse, argmax)
+    return features.to(target.device)
 
 
-def eagle3_step(shape: Shape, density: float, *, form: str = "ours") -> Ours:
+def eagle3_step(shape: Shape, density: float, *, form: str = "ours", device: str = "cpu") -> Ours:
     """Ours in one of the forms of `train_step.py`."""
     torch.manual_seed(0)
     kept = torch.randperm(shape.vocab)[: shape.kept].sort().values
-    target = target_of(shape, kept)
+    target = target_of(shape, kept, device)
     head = "frozen" if form == "ours_frozen" else "trained"
     drafter = eagle3.build(eagle3.Config(unroll=shape.unroll, taps=[0, 1, 2], head=head), target, kept)
     features = features_of(shape, density, target, drafter.taps)
@@ -118,7 +120,7 @@ def medusa_step(shape: Shape, density: float, *, form: str = "ours") -> Ours:
     """Cross-entropy of every head with the same weight over the whole vocabulary, as in the reference."""
     torch.manual_seed(0)
     kept = torch.arange(shape.vocab)
-    target = target_of(shape, kept)
+    target = target_of(shape, kept, "cpu")
     head = "frozen" if form == "ours_frozen" else "trained"
     drafter = medusa.build(medusa.Config(heads=HEADS, head=head), target, kept)
     for parameter in drafter.blocks.parameters():

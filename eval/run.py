@@ -370,7 +370,7 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
     groups: dict[tuple, list[DecodeRunConfig]] = {}
     for run in runs:
         plain = replace(sampling_of(run, seed=0), draft_temperature=0.0)
-        groups.setdefault((plain, run.batch, run.prompts), []).append(run)
+        groups.setdefault((plain, run.batch, run.graphs, run.prompts), []).append(run)
     return list(groups.values())
 
 

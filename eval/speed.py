@@ -105,6 +105,7 @@ class EngineArm:
             request_keys=keys,
             record_orders=self.record_orders,
             record_events=self.record_events,
+            graphs=self.run.graphs,
         )
 
     def conditions(self) -> dict[str, Any]:
@@ -121,6 +122,7 @@ class EngineArm:
             "max_new_tokens": self.max_new_tokens,
             "stop_ids": self.target.stop_ids(),
             "batch": self.batch,
+            "graphs": self.run.graphs,
         }
 
 

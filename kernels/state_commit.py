@@ -4,7 +4,13 @@
 
 A chain of root and D draft tokens leaves a snapshot of the state after each: snapshots[b, 0] after the root,
 snapshots[b, i] after draft token i. With 2 of 4 accepted, snapshots[b, 2] becomes the state. Bytes are moved,
-whatever their dtype. Legend: B requests, R rows of the state, D draft tokens.
+whatever their dtype.
+
+The engine does not call it. Layers of transformers give the state behind a call, not behind each of its
+tokens; one call per token would give the snapshots, but read all weights each time, which costs more than
+speculation gains. So `spectrain/recurrent.py` keeps or drops the copy of the state that the whole call ran
+on, and replays. The op waits for layers that write a state per token.
+Legend: B requests, R rows of the state, D draft tokens.
 """
 
 from collections.abc import Sequence

@@ -29,6 +29,7 @@ def generate(
     leniency: Leniency | None = None,
     batch_size: int = 1,
     stop_strings: Sequence[str] = (),
+    graphs: bool = False,
 ) -> list[Generation]:
     """Decode prompts with a drafter (None: plain decoding), losslessly unless a lossy law is asked for, and
     return one Generation each, text included.
@@ -39,7 +40,8 @@ def generate(
     `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these and `block`
     keep the target's own law. The lossy `typical` and `thresholds`, to be set by `leniency`, mark their texts
     lossless=False. stop_strings: a text ends with the first that it contains (special tokens are no part of
-    it). Raises ValueError for prompts and settings that do not fit.
+    it). graphs: replay each round as CUDA graphs, which needs a CUDA device. Raises ValueError for prompts
+    and settings that do not fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
@@ -73,6 +75,7 @@ def generate(
         plan=plan,
         law=_law_of(plan) if law is None else law,
         leniency=leniency or Leniency(),
+        graphs=graphs,
     )
     texts = _texts(target.tokenizer, found, stop_strings)
     return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]

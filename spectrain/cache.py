@@ -68,13 +68,18 @@ class KVCache:
 
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> "CacheLayout":
         """Layout of counts[i] new tokens of requests[i], one after the other behind its newest token."""
+        return self.grow(*self.behind(requests, counts))
+
+    def behind(self, requests: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Request and parent of each of counts[i] tokens of requests[i], one after the other behind its
+        newest."""
         flat: list[int] = []
         parents: list[int] = []
         for request, count in zip(requests, counts, strict=True):
             tip = len(self.pending[request]) - 1
             flat += [request] * count
             parents += range(tip, tip + count)
-        return self.grow(flat, parents)
+        return flat, parents
 
     def grow(self, requests_T: Sequence[int], parents_T: Sequence[int]) -> "CacheLayout":
         """Layout of T new nodes, those of one request next to each other.
@@ -82,6 +87,13 @@ class KVCache:
         parents_T: -1 (the text so far) or the number of an earlier uncommitted node of the same request.
         Raises ValueError where a request has no room left.
         """
+        return CacheLayout(self, *self.append(requests_T, parents_T))
+
+    def append(
+        self, requests_T: Sequence[int], parents_T: Sequence[int]
+    ) -> tuple[list[list[int]], list[int], list[int]]:
+        """Count the nodes of `grow`: its requests with their number of nodes, slots [T] over all requests,
+        positions [T]."""
         slots: list[int] = []
         positions: list[int] = []
         runs: list[list[int]] = []  # request, number of nodes
@@ -100,7 +112,11 @@ class KVCache:
                 runs[-1][1] += 1
             else:
                 runs.append([request, 1])
-        return CacheLayout(self, runs, slots, positions)
+        return runs, slots, positions
+
+    def is_chain(self, request: int) -> bool:
+        """Whether each uncommitted node of a request is the child of the one before it."""
+        return self._is_chain[request]
 
     def commit(self, request: int, path: Sequence[int]) -> None:
         """Keep the uncommitted nodes of `path`, root's child first, as text; forget the others."""

@@ -49,6 +49,8 @@ class DecodeRunConfig:
     """Temperature of the draft law; 0: as the target's. Lossless whatever it is."""
     dtype: str = "bfloat16"
     batch: int = 1
+    graphs: bool = False
+    """Replay the calls of each round as CUDA graphs, of plain decoding too; needs a CUDA device."""
     prompts: int = 0
     """The first so many of the evaluation's prompts; 0: all."""
 

@@ -20,8 +20,10 @@ from spectrain.decode.penalties import History
 from spectrain.decode.plan import check_plan, clamp, depths
 from spectrain.decode.sampling import Sampling, Streams
 from spectrain.decode.stops import StopStrings, Tail, cut
+from spectrain.decode.target_call import TargetCall
 from spectrain.decode.verify import DEFAULT, check_proposal, verify
 from spectrain.decode.walk import Laws
+from spectrain.graphs import Graphs, Replaying, cuda_graphs
 from spectrain.kernels.likeliest import CACHED
 from spectrain.laws import LAWS, LOSSY_LAWS, Leniency
 from spectrain.proposal import Budget, Drafter, Observation, Plan, Proposal, Verdict
@@ -49,14 +51,17 @@ def generate(
     stop_strings: Sequence[str] = (),
     record_orders: bool = False,
     record_events: bool = False,
+    graphs: bool = False,
 ) -> tuple[list[Generation], list[Timing]]:
     """Decode every prompt, `batch_size` at a time; plain decoding without a drafter.
 
     leniency: of the lossy laws, whose texts say lossless=False. request_keys: a stable number per prompt for
     its random numbers, by default its index. stop_strings: see `decode/stops.py`. The texts come in the order
     of the prompts. A Timing reaches from one empty batch to the next; at batch_size 1 that is one per prompt.
+    graphs: replay the calls of each round as CUDA graphs (`spectrain/graphs.py`), captured anew for each call
+    of this function; capturing is in no Timing.
     Raises ValueError for settings that do not fit together, an empty prompt, one that fills the target's
-    context, and logits that are not finite.
+    context, logits that are not finite, and graphs without a CUDA device or with recurrent layers.
     """
     keys = list(range(len(prompts)) if request_keys is None else request_keys)
     choose("law", law, LAWS)
@@ -79,7 +84,10 @@ def generate(
         waiting.append(_Request(i, keys[i], list(prompt), min(max_new_tokens, free), free, tail))
     if not waiting:
         return [], []
-    engine = _Engine(target, sampling, frozenset(stop_ids), law, leniency, record_orders, record_events)
+    captured = cuda_graphs(target, 1 if plan is None else plan.room + 1) if graphs else None
+    engine = _Engine(
+        target, sampling, frozenset(stop_ids), law, leniency, record_orders, record_events, captured
+    )
     with torch.no_grad():
         return engine.run(waiting, batch_size, drafter, plan)
 
@@ -152,10 +160,11 @@ class _Engine:
         leniency: Leniency,
         record_orders: bool,
         record_events: bool,
+        graphs: Graphs | None,
     ):
         self.target, self.sampling, self.stop_ids = target, sampling, stop_ids
         self.law, self.leniency = law, leniency
-        self.record_orders, self.record_events = record_orders, record_events
+        self.record_orders, self.record_events, self.graphs = record_orders, record_events, graphs
 
     def run(
         self, waiting: list[_Request], batch_size: int, drafter: Drafter | None, plan: Plan | None
@@ -163,12 +172,16 @@ class _Engine:
         B = min(batch_size, len(waiting))
         room = 0 if plan is None else plan.room
         capacity = max(len(request.prompt) + request.budget for request in waiting) + room + 1
+        if self.graphs is not None:
+            capacity += self.graphs.longest
         self.cache = target_cache(self.target, B, capacity)
         penalties, V = self.sampling.penalties, self.target.vocab_size
         self.history = None if penalties is None else History(penalties, B, V, self.target.device)
         self.streams = Streams(self.sampling, [0] * B, self.history)
         self.drafting = None if drafter is None else drafter.start(B, capacity)
-        self.taps = () if drafter is None else drafter.taps
+        if isinstance(self.drafting, Replaying):
+            self.drafting.graphs = self.graphs
+        self.call = TargetCall(self.target, self.cache, () if drafter is None else drafter.taps, self.graphs)
         self.free = list(range(B))
         self.places: dict[int, _Request] = {}
         self.done: dict[int, Generation] = {}
@@ -188,12 +201,14 @@ class _Engine:
                 if not self.places:
                     break
             timings.append(Timing(**vars(self.clock)))
+        if self.graphs is not None:
+            self.graphs.release()
         return [self.done[i] for i in range(len(waiting))], timings
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return time.perf_counter() - (0.0 if self.graphs is None else self.graphs.seconds)
 
     def _prefill(self, queue: list[_Request]) -> None:
         """Fill free places from the end of `queue`: one call on the prompts gives their first tokens."""
@@ -261,7 +276,6 @@ class _Engine:
     ) -> list[Observation]:
         """One target call on new text, whose last token is the root, and draft tokens; verify, cut, commit.
         Returns an observation for each request that goes on."""
-        device = self.target.device
         roots, starts, bases = [], [], []
         requests: list[int] = []
         parents: list[int] = []
@@ -275,15 +289,7 @@ class _Engine:
             flat += [*text, *proposal.tokens.tolist()]
             bases.append(len(judged))
             judged += range(starts[-1] + len(text) - 1, len(flat))
-        layout = self.cache.grow(requests, parents)
-        ids = torch.tensor(flat, device=device)
-        states = self.target.states(ids, layout.positions.to(device), layout, taps=self.taps)
-        if unkept := self.target.attention_layers - self.cache.layers.keys():
-            raise ValueError(
-                f"target: its layers {sorted(unkept)} kept no keys and values: their attention does not go "
-                "through transformers' attention interface or does not tell its layer"
-            )
-        logits = self.target.logits(states.final if len(judged) == len(flat) else states.final[judged])
+        taps, final, logits = self.call(requests, parents, flat, judged)
 
         def laws(which: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
             rows = [bases[i] + node + 1 for i, node in zip(which, nodes, strict=True)]
@@ -299,10 +305,9 @@ class _Engine:
             paths.append(path[: len(text) - 1 + len(kept)])
             if self.drafting is not None and place in self.places:
                 rows = [starts[i] + node for node in path]
-                next_ids = torch.tensor([*text[1:], *kept], device=device)
-                taps, final = states.taps[rows], states.final[rows]
-                start = self.cache.committed[place]
-                observations.append(Observation(place, start, next_ids, taps, final, first_id=text[0]))
+                next_ids = torch.tensor([*text[1:], *kept], device=final.device)
+                seen = (self.cache.committed[place], next_ids, taps[rows], final[rows])
+                observations.append(Observation(place, *seen, first_id=text[0]))
         self.cache.commit_all(places, paths)
         return observations
 

@@ -12,6 +12,7 @@ import torch
 
 from spectrain.cache import CacheLayout, KVCache
 from spectrain.drafters.autoregressive import grow
+from spectrain.graphs import Graphs, Tensors, run
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 
 # (states [N, D], ids [N], layout) -> states [N, D]
@@ -48,6 +49,7 @@ class FeatureDrafting:
         self.advance = drafter.advancing(capacity)
         self.states = torch.zeros(num_requests, 1, 0)
         self.steps = 0
+        self.graphs: Graphs | None = None
 
     @torch.no_grad()
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -61,8 +63,9 @@ class FeatureDrafting:
         entered = self.drafter.entry(
             torch.cat([o.taps for o in observations]), torch.cat([o.final for o in observations])
         )
-        layout = self.cache.extend(requests, counts)
-        new = self._run(entered, torch.cat([o.next_ids for o in observations]), layout)
+        ids, nodes = torch.cat([o.next_ids for o in observations]), self.cache.behind(requests, counts)
+        self.steps += 1
+        (new,) = run(self.graphs, self.cache, *nodes, self._states, entered, ids)
         self.cache.commit_all(requests, [range(count) for count in counts])
         if not self.states.shape[2]:
             self.states = new.new_zeros(len(self.states), 1, new.shape[1])
@@ -88,15 +91,19 @@ class FeatureDrafting:
 
     def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
         seen = {request: len(self.cache.pending[request]) for request in requests}
-        layout = self.cache.grow(requests, parents)
-        new = self._run(self.states[requests, [parent + 1 for parent in parents]], tokens, layout)
+        before = self.states[requests, [parent + 1 for parent in parents]]
+        self.steps += 1
+        new, logits = run(self.graphs, self.cache, requests, parents, self._states_and_logits, before, tokens)
         arrivals = []
         for request in requests:
             seen[request] += 1
             arrivals.append(seen[request])
         self.states[requests, arrivals] = new
-        return self.drafter.logits(new)
+        return logits
 
-    def _run(self, state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
-        self.steps += 1
-        return self.advance(state_ND, ids_N, layout)
+    def _states(self, layout, state_ND: torch.Tensor, ids_N: torch.Tensor) -> Tensors:
+        return (self.advance(state_ND, ids_N, layout),)
+
+    def _states_and_logits(self, layout, state_ND: torch.Tensor, ids_N: torch.Tensor) -> Tensors:
+        new = self.advance(state_ND, ids_N, layout)
+        return new, self.drafter.logits(new)

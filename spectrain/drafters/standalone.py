@@ -28,6 +28,7 @@ from spectrain.drafters.autoregressive import grow
 from spectrain.drafters.layers import spans
 from spectrain.drafters.lookup import new_tokens
 from spectrain.features import FeatureBatch
+from spectrain.graphs import FixedLayout, Graphs, Tensors, run
 from spectrain.objectives import RowIndex, Rows
 from spectrain.proposal import Observation, Plan, Proposal, Sampler
 from spectrain.target import Layout, Target, load_target, packed_layout
@@ -167,6 +168,7 @@ class StandaloneDrafting:
         self.cache = KVCache(num_requests, capacity)
         self.states = weight.new_zeros(num_requests, weight.shape[1])
         self.steps = 0
+        self.graphs: Graphs | None = None
 
     @torch.no_grad()
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -178,9 +180,9 @@ class StandaloneDrafting:
             committed = self.cache.committed[o.request]
             assert committed == (o.start and o.start + 1), f"row {o.start} follows {committed} tokens"
         counts = [len(text) for text in texts]
-        layout = self.cache.extend(requests, counts)
         ids = torch.tensor([token for text in texts for token in text], device=self.kept_ids.device)
-        new = self._run(ids, layout)
+        self.steps += 1
+        (new,) = run(self.graphs, self.cache, *self.cache.behind(requests, counts), self._states, ids)
         self.cache.commit_all(requests, [range(count) for count in counts])
         self.states[requests] = new[torch.tensor(counts).cumsum(0) - 1]
 
@@ -197,11 +199,15 @@ class StandaloneDrafting:
         return self._logits(self.states[requests])
 
     def step(self, requests: Sequence[int], parents: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        return self._logits(self._run(tokens, self.cache.grow(requests, parents)))
-
-    def _run(self, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
         self.steps += 1
-        return self.drafter.states(ids_N, layout.positions.to(ids_N.device), layout)
+        return run(self.graphs, self.cache, requests, parents, self._states_and_logits, tokens)[1]
+
+    def _states(self, layout: CacheLayout | FixedLayout, ids_N: torch.Tensor) -> Tensors:
+        return (self.drafter.states(ids_N, layout.positions.to(ids_N.device), layout),)
+
+    def _states_and_logits(self, layout: CacheLayout | FixedLayout, ids_N: torch.Tensor) -> Tensors:
+        (new,) = self._states(layout, ids_N)
+        return new, self._logits(new)
 
     def _logits(self, state_ND: torch.Tensor) -> torch.Tensor:
         return state_ND @ self.drafter.head_weight().t()
