@@ -208,7 +208,7 @@ def verify(bench: Bench) -> Iterator[Line]:
             raise AssertionError(f"{sampling}: requests {wrong} get other verdicts than by decode/verify.py")
         yield Line(f"T {sampling.temperature}, top-p {sampling.top_p}: right", note=f"{B} equal verdicts")
     trees = by_kernel._trees(proposals, starts, bench.device)
-    uniforms = torch.rand(B, N + 1, 3, dtype=torch.float64, device=bench.device)
+    uniforms = torch.rand(B, N + 1, 3, dtype=torch.float64, device=bench.device.type)
     V = bench.pick(128256, 96)
     logits = bench.normal(B * (N + 1), V)
     filters = {"greedy": Filters(0.0), "T 1": Filters(1.0), "T 1, top-p 0.9": Filters(1.0, top_p=0.9)}
@@ -305,7 +305,7 @@ def ttt_attention(bench: Bench) -> Iterator[Line]:
     from spectrain.kernels.ttt_attention_triton import TTTAttention
 
     def draw(H, G, K, S, steps, dtype):
-        places = torch.arange(S, device=bench.device)
+        places = torch.arange(S, device=bench.device.type)
         tensors = [bench.normal(n, S, K, dtype=dtype).requires_grad_() for n in (H, *[G] * (2 + 2 * steps))]
         return tensors, [places] * steps
 
@@ -349,10 +349,10 @@ def training(bench: Bench) -> Iterator[Line]:
         train_tensors.Shape(32, 32, 2, 1, 64, 96, 48, 3, threads=0),
     )
     for density in bench.pick((1.0, 0.4), (0.4,)):
-        ours = train_tensors.eagle3_step(shape, density, device=bench.device)
+        ours = train_tensors.eagle3_step(shape, density, device=bench.device.type)
 
         def run(ours=ours) -> float:
-            with torch.autocast(bench.device, torch.bfloat16, enabled=not bench.small):
+            with torch.autocast(bench.device.type, torch.bfloat16, enabled=not bench.small):
                 loss = ours.loss()
             loss.backward()
             ours.drafter.zero_grad()
