@@ -14,7 +14,7 @@ Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W ke
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -255,13 +255,17 @@ class Eagle3(nn.Module):
             before = supervised
         return Rows(index=index, state=torch.cat(outs) if outs else fused[:0])
 
+    def later(self) -> list[tuple[int, Layer]]:
+        """The layers behind the first with their numbers."""
+        return [(int(number), cast(Layer, layer)) for number, layer in self.layers.items()]
+
     def _behind(
         self, state_ND: torch.Tensor, angle: tuple[torch.Tensor, torch.Tensor], layout: Layout
     ) -> torch.Tensor:
         """The layers behind the first, on its state."""
-        for number, layer in self.layers.items():
+        for number, layer in self.later():
             scale = layer.self_attn.scale
-            attend = partial(layout.attend, int(number), scale=scale, window=None, softcap=None, sinks_H=None)
+            attend = partial(layout.attend, number, scale=scale, window=None, softcap=None, sinks_H=None)
             state_ND = layer.follow(state_ND, angle, attend)
         return state_ND
 
@@ -368,7 +372,8 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=drafter.draft_config.hidden_size**-0.5)
-    for attn in (layer.self_attn for layer in (drafter.midlayer, *drafter.layers.values())):
+    for layer in (drafter.midlayer, *(layer for _, layer in drafter.later())):
+        attn = layer.self_attn
         keys = attn.k_proj.weight.detach().unflatten(0, (-1, attn.head_dim))
         shared = attn.q_proj.out_features // attn.k_proj.out_features
         share_tensor(attn.q_proj.weight, keys.repeat_interleave(shared, 0).flatten(0, 1) / 2)
