@@ -208,7 +208,7 @@ def verify(bench: Bench) -> Iterator[Line]:
             raise AssertionError(f"{sampling}: requests {wrong} get other verdicts than by decode/verify.py")
         yield Line(f"T {sampling.temperature}, top-p {sampling.top_p}: right", note=f"{B} equal verdicts")
     trees = by_kernel._trees(proposals, starts, bench.device)
-    uniforms = torch.rand(B, N + 1, 3, dtype=torch.float64, device=bench.device.type)
+    uniforms = torch.rand(B, N + 1, 3, dtype=torch.float64, device=bench.device)
     V = bench.pick(128256, 96)
     logits = bench.normal(B * (N + 1), V)
     filters = {"greedy": Filters(0.0), "T 1": Filters(1.0), "T 1, top-p 0.9": Filters(1.0, top_p=0.9)}
@@ -305,7 +305,7 @@ def ttt_attention(bench: Bench) -> Iterator[Line]:
     from spectrain.kernels.ttt_attention_triton import TTTAttention
 
     def draw(H, G, K, S, steps, dtype):
-        places = torch.arange(S, device=bench.device.type)
+        places = torch.arange(S, device=bench.device)
         tensors = [bench.normal(n, S, K, dtype=dtype).requires_grad_() for n in (H, *[G] * (2 + 2 * steps))]
         return tensors, [places] * steps
 

@@ -85,6 +85,7 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         "runs": runs,
         "certificate": certificate,
         "training": _training(training_lines(run_dir)),
+        "target_change": _target_change(run_dir),
         "budget": {name: {"seconds": s["seconds"], "budget_s": s["budget_s"]} for name, s in stages.items()},
         "provenance": read_json(evaluation / "runs" / settings["runs"][0]["name"] / MANIFEST)["provenance"],
     }
@@ -211,6 +212,12 @@ def _limit_cost(texts: Sequence[Text], sums: Counters, drafter: str, manifest: M
     return round_cost(
         GPUS[gpu], TargetShape(**shapes["target"]), DraftShape(**shapes["drafters"][drafter]), load
     )
+
+
+def _target_change(run_dir: Path) -> dict[str, Any] | None:
+    """How far joint training moved the target (spectrain/tuned.py); None where the target is the original."""
+    path = run_dir / "tuned" / MANIFEST
+    return read_json(path)["change"] if path.exists() else None
 
 
 def _training(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

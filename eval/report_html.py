@@ -11,6 +11,7 @@ from typing import Any
 
 from spectrain.eval import plots
 from spectrain.eval.report_style import STYLE
+from spectrain.eval.report_table import change_in_words
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -46,7 +47,9 @@ def _header(report: Mapping[str, Any], title: str) -> str:
         made["hardware"]["cpu"],
     ]
     facts += [gpu["name"] for gpu in made["hardware"]["gpus"]]
-    note = f'<p class="note">{escape(report["note"])}</p>' if report["note"] else ""
+    notes = [report["note"]] if report["note"] else []
+    notes += [change_in_words(report["target_change"])] if report["target_change"] else []
+    note = "".join(f'<p class="note">{escape(text)}</p>' for text in notes)
     return (
         f'<header><div class="brand">spectrain report</div><h1>{escape(title)}</h1>'
         f'<p class="facts">{escape("  ·  ".join(facts))}</p>{note}</header>'
@@ -64,9 +67,8 @@ def _cards(report: Mapping[str, Any]) -> str:
     parts = [report["certificate"][name] for name in ("greedy", "sampling") if report["certificate"][name]]
     tokens = sum(part["tokens"] for part in parts)
     if report["lossless"]:
-        verdict = _card(
-            "certificate", "lossless", "", f"{tokens:,} tokens tested against the target alone", "good"
-        )
+        alone = "the tuned target" if report["target_change"] else "the target alone"
+        verdict = _card("certificate", "lossless", "", f"{tokens:,} tokens tested against {alone}", "good")
     else:
         verdict = _card("certificate", "not lossless", "", "decoded text is not the target's own", "bad")
     return (

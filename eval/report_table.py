@@ -12,6 +12,7 @@ def table(report: Mapping[str, Any], *, colour: bool = False) -> str:
     """The whole report in lines of at most 80 characters (escape codes of `colour` not counted)."""
     lines = [
         *_head(report),
+        *_target_change(report),
         *_runs(report),
         *_slots(report),
         *_categories(report),
@@ -43,6 +44,22 @@ def _head(report: Mapping[str, Any]) -> list[str]:
         f"{headline:<{WIDTH - 14}}{verdict:>14}",
         "tau: tokens per verification. eta: speed against plain decoding. [95% interval]",
     ]
+
+
+def change_in_words(change: Mapping[str, Any]) -> str:
+    """What joint training did to the target, for terminal and page."""
+    kl, same = f"{change['kl']:.4f} nats a token", f"{100 * change['agreement']:.1f}%"
+    losses = f"{change['loss_tuned']:.4f}, the original's {change['loss_original']:.4f}"
+    return (
+        f"The target was trained too and is no longer {change['original']}. Over {change['tokens']:,} tokens "
+        f"of held-out answers: KL(original || tuned) {kl}, same likeliest token for {same}, loss {losses}"
+        ". Lossless here means: the tuned target's text."
+    )
+
+
+def _target_change(report: Mapping[str, Any]) -> list[str]:
+    change = report["target_change"]
+    return [] if change is None else _section(["TARGET CHANGED", *_wrapped(change_in_words(change))])
 
 
 def _runs(report: Mapping[str, Any]) -> list[str]:

@@ -97,20 +97,11 @@ def save(
     for path in (staging, final):
         if path.exists():
             shutil.rmtree(path)
-    staging.mkdir(parents=True)
     # what is not trained is made again by the family: a frozen head, buffers
     fixed = {name for name, p in drafter.named_parameters() if not p.requires_grad}
     fixed |= {name for name, _ in drafter.named_buffers()}
     trained = {name: t for name, t in drafter.state_dict().items() if name not in fixed}
-    write_tensors(staging / FILES[0], trained)
-    write_tensors(staging / FILES[1], {"kept_ids": drafter.kept_ids})
-    config = {
-        "drafter": asdict(drafter.config),
-        "tap_ids": list(drafter.taps),
-        "target": dict(target),
-        "spectrain_version": __version__,
-    }
-    write_json(staging / FILES[2], config)
+    _write_drafter(staging, trained, drafter, target)
     write_tensors(staging / FILES[3], optimizer_tensors(drafter, optimizer))
     write_json(staging / FILES[4], dict(state))
     check_tensors(staging / FILES[0], read_tensors(staging / FILES[0]), drafter)
@@ -119,6 +110,33 @@ def save(
     write_json(final / MANIFEST, {"files": hashes})
     _prune(run_folder, keep)
     return final
+
+
+def save_drafter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], drafter: Any, *, target: Mapping[str, str]
+) -> None:
+    """Write what `load_drafter` needs and no more: a checkpoint that no training goes on from.
+
+    tensors: the trained ones of `drafter`, which gives the rest. Raises ValueError as `save` does.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    check_tensors(folder / FILES[0], tensors, drafter)
+    _write_drafter(folder, tensors, drafter, target)
+    write_json(folder / MANIFEST, {"files": {name: hash_file(folder / name) for name in FILES[:3]}})
+
+
+def _write_drafter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], drafter: Any, target: Mapping[str, str]
+) -> None:
+    write_tensors(folder / FILES[0], tensors)
+    write_tensors(folder / FILES[1], {"kept_ids": drafter.kept_ids})
+    config = {
+        "drafter": asdict(drafter.config),
+        "tap_ids": list(drafter.taps),
+        "target": dict(target),
+        "spectrain_version": __version__,
+    }
+    write_json(folder / FILES[2], config)
 
 
 def check_tensors(path: Path, tensors: Mapping[str, torch.Tensor], drafter: nn.Module) -> None:
@@ -188,7 +206,10 @@ def settings(config: RunConfig, target: Mapping[str, str], samples: str) -> dict
     train = {f"train.{key}": value for key, value in asdict(config.train).items() if key not in NO_EFFECT}
     drafter = {f"drafter.{key}": value for key, value in asdict(config.drafter).items()}
     objective = {f"objective.{key}": value for key, value in asdict(config.objective).items()}
-    values = train | drafter | objective | {"target": dict(target), "samples": samples}
+    joint = (
+        {f"joint.{key}": value for key, value in asdict(config.joint).items()} if config.joint.rank else {}
+    )
+    values = train | drafter | objective | joint | {"target": dict(target), "samples": samples}
     return json.loads(json.dumps(values))  # as a checkpoint gives them back
 
 

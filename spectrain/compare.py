@@ -117,9 +117,14 @@ def _drafter(name: str, words: Sequence[str]) -> RunConfig:
                 f"drafter.., objective.., train.passes=0, or train. with one of {', '.join(OPTIMIZER)}"
             )
     try:
-        return compose([*words, f"stages=[{','.join(CELL_STAGES)}]"])
+        settings = compose([*words, f"stages=[{','.join(CELL_STAGES)}]"])
     except ValueError as error:
         raise ValueError(f"compare.drafters.{name}: {error}") from error
+    if settings.joint.rank:
+        raise ValueError(
+            f"compare.drafters.{name}: joint.rank={settings.joint.rank}: all drafters share one target"
+        )
+    return settings
 
 
 def _cell(config: RunConfig, own: RunConfig, seed: int, folder: Path) -> RunConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from spectrain.checks import above_zero, at_least, choose, within
 from spectrain.decode_settings import DecodeRunConfig
+from spectrain.joint_settings import JointConfig
 from spectrain.serve_settings import ServeConfig
 from spectrain.server_settings import ServerConfig
 
@@ -302,6 +303,7 @@ class RunConfig:
     """The family's own Config, chosen by conf/drafter/NAME.yaml; `family` names its file."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
@@ -331,7 +333,24 @@ class RunConfig:
             raise ValueError(
                 "serve.python: stages=serve_check needs it: the Python of an environment with vLLM"
             )
+        self._check_joint()
         if {"prepare", "doctor", "compare"} & {*self.stages} and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")
         if "compare" in self.stages and not self.compare.drafters:
             raise ValueError("compare.drafters={}: expected at least one (recipes/compare_smollm2.yaml)")
+
+    def _check_joint(self) -> None:
+        """Joint training runs the target within the step, and measures its change on held-out text."""
+        reasons = {
+            "train.features=stored: the states change from step to step; expected online": (
+                self.train.features == "stored"
+            ),
+            "train.passes=0: nothing is trained": self.train.passes == 0,
+            "target.server: gives states without their gradient": self.target.server.given,
+            "corpus.eval_fraction=0: the target's change is measured on held-out conversations": (
+                self.corpus.eval_fraction == 0
+            ),
+            "stages: compare: all its drafters share one target": "compare" in self.stages,
+        }
+        if self.joint.rank and (found := [reason for reason, holds in reasons.items() if holds]):
+            raise ValueError(f"joint.rank={self.joint.rank}, {found[0]}")

@@ -126,6 +126,9 @@ def keys(e: Folder) -> Iterator[str]:
     for engine in e.engines if e.form == "eagle3" else ():
         switches, name = UNKNOWN.get(engine, ((), ""))
         yield from (f"{switch}=true: {name} does not know it" for switch in switches if config.get(switch))
+    if e.form == "eagle3" and config.get("num_hidden_layers", 1) > 1:
+        others = [engine for engine in e.engines if engine != "vllm"]
+        yield from (f"num_hidden_layers: {engine} does not know several as vLLM does" for engine in others)
     yield from _speculators(e)
     if config.get("norm_before_fc") and config.get("fc_norm"):
         yield "norm_before_fc and fc_norm: engines differ in what they do with both"

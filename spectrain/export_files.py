@@ -159,6 +159,7 @@ class Folder:
         if self.form == "eagle3":
             config.setdefault("target_hidden_size", config["hidden_size"])
             config.setdefault("fc_norm", False)
+            config.setdefault("num_hidden_layers", 1)
             config["draft_vocab_size"] = config["draft_vocab_size"] or config["vocab_size"]
             return {name: shape for name, shape in expected_shapes(config).items() if name != "t2d"}
         if self.form == "eagle1":

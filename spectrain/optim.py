@@ -111,18 +111,7 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, "share": 1.0},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "share": 1.0},
     ]
-    first, second = config.betas
-    kept = [group for group in groups if group["params"]]
-    parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(kept, lr=config.learning_rate, betas=(first, second), fused=True)
-    ]
-    # as a first step would, so that the state is whole from the start
-    for parameter in rest:
-        parts[0].state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    parts: list[torch.optim.Optimizer] = [adamw([group for group in groups if group["params"]], config)]
     if turned:
         group = {"params": turned, "share": config.muon_learning_rate / config.learning_rate}
         parts.append(
@@ -137,6 +126,20 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
         for parameter in turned:
             parts[1].state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     return Optimizers(parts)
+
+
+def adamw(groups: Sequence[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over groups of "params", "weight_decay" and "share" of the learning rate; its state is whole from
+    the start, as a first step would make it."""
+    first, second = config.betas
+    found = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(first, second), fused=True)
+    for parameter in (p for group in groups for p in group["params"]):
+        found.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return found
 
 
 def set_learning_rate(optimizer: Optimizers, rate: float) -> None:

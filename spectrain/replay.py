@@ -2,9 +2,10 @@
 
 Written from the contract of vLLM and SGLang (config keys, tensor names, d2t offsets) and that of speculators,
 in plain torch and float32; imports nothing of ours, so that a mistake of the trainer cannot hide here. Knows
-one draft layer without biases, with or without a norm per tap, a normed residual and a normed state fed back;
-a folder that asks for another graph is refused. Attention is written out and runs on the CPU: it is a check,
-not an engine. Embeddings are given, since they are the target's, in the engines too.
+draft layers without biases (those behind the first as vLLM has them: they read the state alone, through
+`input_layernorm`), with or without a norm per tap, a normed residual and a normed state fed back; a folder
+that asks for another graph is refused. Attention is written out and runs on the CPU: it is a check, not an
+engine. Embeddings are given, since they are the target's, in the engines too.
 
 Row t fuses the target's states at position t with the embedding of x_{t+1}. A draft step appends a row at the
 next position that carries the output of the row before it and the embedding of the draft token.
@@ -25,7 +26,6 @@ ARCHITECTURE, SPECULATORS_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3DraftM
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_KEY = "speculators_model_type"
 GRAPH = {  # keys that change the computation, at the only value known here
-    "num_hidden_layers": 1,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -85,10 +85,12 @@ class Replay:
             taps_TLE = torch.stack(normed, 1)
         state_TD = taps_TLE.flatten(1) @ w["fc.weight"].T
         embeds, positions = embeds_TD.float(), positions_T
-        past: list[tuple[torch.Tensor, torch.Tensor]] = []
+        past: list[list[Any]] = [[] for _ in range(self.config["num_hidden_layers"])]
         logits = torch.full((len(draft_embeds_SD) + 1, self.config["vocab_size"]), -torch.inf)
         for step in range(len(logits)):
-            out_TD = self._layer(embeds, state_TD, positions, past)
+            out_TD = self._layer(0, embeds, state_TD, positions, past[0])
+            for i, seen in enumerate(past[1:], 1):
+                out_TD = self._layer(i, None, out_TD, positions, seen)
             normed_TD = self._norm(out_TD[-1:], "norm.weight")
             logits[step, self.target_ids] = w["lm_head.weight"] @ normed_TD[0]
             embeds = draft_embeds_SD[step : step + 1].float()
@@ -96,21 +98,23 @@ class Replay:
             positions = positions[-1:] + 1
         return logits
 
-    def _layer(self, embed_TD, state_TD, positions_T, past) -> torch.Tensor:
-        """One decoder layer on new rows; their keys and values are added to `past`."""
+    def _layer(self, i: int, embed_TD, state_TD, positions_T, past) -> torch.Tensor:
+        """Decoder layer i on new rows; their keys and values are added to `past`."""
         w, H, G = self.tensors, self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        K = self.config["head_dim"]
-        normed_TD = self._norm(state_TD, "midlayer.hidden_norm.weight")
-        pair_T2D = torch.cat((self._norm(embed_TD, "midlayer.input_layernorm.weight"), normed_TD), -1)
-        q, k, v = (pair_T2D @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
+        K, layer = self.config["head_dim"], layer_name(i)
+        normed_TD = self._norm(state_TD, f"{layer}.{'input_layernorm' if i else 'hidden_norm'}.weight")
+        read_TX = normed_TD
+        if not i:
+            read_TX = torch.cat((self._norm(embed_TD, f"{layer}.input_layernorm.weight"), normed_TD), -1)
+        q, k, v = (read_TX @ w[f"{layer}.self_attn.{name}_proj.weight"].T for name in "qkv")
         q_HTK = self._rotate(q.unflatten(-1, (H, K)).transpose(0, 1), positions_T)
         k_GTK = self._rotate(k.unflatten(-1, (G, K)).transpose(0, 1), positions_T)
         seen_TX = attend(q_HTK, k_GTK, v.unflatten(-1, (G, K)).transpose(0, 1), past)
-        residual_TD = normed_TD if self.config["norm_before_residual"] else state_TD
-        middle_TD = residual_TD + seen_TX @ w["midlayer.self_attn.o_proj.weight"].T
-        x_TD = self._norm(middle_TD, "midlayer.post_attention_layernorm.weight")
-        gate_TF, up_TF = (x_TD @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return middle_TD + (torch.nn.functional.silu(gate_TF) * up_TF) @ w["midlayer.mlp.down_proj.weight"].T
+        residual_TD = normed_TD if self.config["norm_before_residual"] and not i else state_TD
+        middle_TD = residual_TD + seen_TX @ w[f"{layer}.self_attn.o_proj.weight"].T
+        x_TD = self._norm(middle_TD, f"{layer}.post_attention_layernorm.weight")
+        gate_TF, up_TF = (x_TD @ w[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return middle_TD + (torch.nn.functional.silu(gate_TF) * up_TF) @ w[f"{layer}.mlp.down_proj.weight"].T
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, self.tensors[name], self.config["rms_norm_eps"])
@@ -134,6 +138,11 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
     if config[SPECULATORS_KEY] == "eagle3":
         found["num_aux_hidden_states"] = len(config.get(IDS_KEY) or (0, 0, 0))
     return found
+
+
+def layer_name(i: int) -> str:
+    """What the tensors of layer i begin with."""
+    return f"layers.{i}" if i else "midlayer"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -217,19 +226,23 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     )
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (D, config["num_aux_hidden_states"] * E),
-        "midlayer.input_layernorm.weight": (D,),
         "midlayer.hidden_norm.weight": (D,),
-        "midlayer.self_attn.q_proj.weight": (H * K, 2 * D),
-        "midlayer.self_attn.k_proj.weight": (G * K, 2 * D),
-        "midlayer.self_attn.v_proj.weight": (G * K, 2 * D),
-        "midlayer.self_attn.o_proj.weight": (D, H * K),
-        "midlayer.post_attention_layernorm.weight": (D,),
-        "midlayer.mlp.gate_proj.weight": (F, D),
-        "midlayer.mlp.up_proj.weight": (F, D),
-        "midlayer.mlp.down_proj.weight": (D, F),
         "norm.weight": (D,),
         "lm_head.weight": (W, D),
     }
+    for i in range(config["num_hidden_layers"]):
+        layer, read = layer_name(i), D if i else 2 * D
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (D,),
+            f"{layer}.self_attn.q_proj.weight": (H * K, read),
+            f"{layer}.self_attn.k_proj.weight": (G * K, read),
+            f"{layer}.self_attn.v_proj.weight": (G * K, read),
+            f"{layer}.self_attn.o_proj.weight": (D, H * K),
+            f"{layer}.post_attention_layernorm.weight": (D,),
+            f"{layer}.mlp.gate_proj.weight": (F, D),
+            f"{layer}.mlp.up_proj.weight": (F, D),
+            f"{layer}.mlp.down_proj.weight": (D, F),
+        }
     if config["fc_norm"]:
         for i in range(config["num_aux_hidden_states"]):
             shapes[f"fc_norm.{i}.weight"] = (E,)
@@ -254,7 +267,8 @@ def check_config(where: str, config: dict[str, Any]) -> None:
         raise ValueError(f"{where}: architectures={found}: expected [{named!r}] of model_type 'llama'")
     numbers = (
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
-        "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states"
+        "vocab_size draft_vocab_size max_position_embeddings num_aux_hidden_states "
+        "num_hidden_layers"
     )
     for key in (*numbers.split(), *GRAPH, *SWITCHES, "dtype", "torch_dtype"):
         if key not in config:

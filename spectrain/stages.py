@@ -1,6 +1,7 @@
 """The road of a run: each stage in order, its result reused when nothing that shaped it has changed.
 
     R/prepared   R/features   R/checkpoints + metrics.jsonl   R/eval   R/export   R/report.json, report.html
+    R/tuned             with joint training: the tuned target, and the drafter for it
     R/config.yaml       the settings of the newest invocation, resolved
     R/provenance.json   one entry per invocation
     R/stages.json       seconds and budget of each stage
@@ -28,11 +29,12 @@ from omegaconf import OmegaConf
 
 from spectrain import checkpoint, provenance
 from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
-from spectrain.config import ON_REQUEST, STAGES, RunConfig
+from spectrain.config import ON_REQUEST, STAGES, RunConfig, TargetConfig
 from spectrain.data.prepare import Prepared, load_prepared
 from spectrain.imports import load, open_import
 from spectrain.optim import trainable
 from spectrain.target import Target, load_target
+from spectrain.tuned import check_held_out, finished, write_tuned
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ EVERY_PROCESS = ("capture", "train", "eval", "regenerate", "compare")
 OUTPUTS = {
     "prepare": ("prepared",),
     "capture": ("features",),
-    "train": ("checkpoints",),
+    "train": ("checkpoints", "tuned"),
     "eval": ("eval",),
     "export": ("export",),
 }
@@ -98,12 +100,27 @@ class Road:
         self.process = PartialState(cpu=cpu, **wait)
 
     def target(self, dtype: str) -> Target:
-        """The target in `dtype`; the one of another dtype is let go first."""
-        if dtype not in self._targets:
+        """The target in `dtype`; the one held before is let go first."""
+        return self._load(replace(self.config.target, dtype=dtype))
+
+    def trained_target(self, dtype: str) -> Target:
+        """The target that the trained drafter is for: with joint training, the tuned one."""
+        return self._load(replace(self.trained_config.target, dtype=dtype))
+
+    @cached_property
+    def trained_config(self) -> RunConfig:
+        """The settings of the stages behind the training, with the target that it leaves."""
+        if not self.config.joint.rank:
+            return self.config
+        path = str(finished(self.folder) / "target")
+        return replace(self.config, target=replace(self.config.target, path=path))
+
+    def _load(self, settings: TargetConfig) -> Target:
+        key = f"{settings.dtype} {settings.path}"
+        if key not in self._targets:
             self._targets.clear()
-            device = str(self.process.device)
-            self._targets[dtype] = load_target(replace(self.config.target, dtype=dtype), device=device)
-        return self._targets[dtype]
+            self._targets[key] = load_target(settings, device=str(self.process.device))
+        return self._targets[key]
 
     @cached_property
     def prepared(self) -> Prepared:
@@ -158,6 +175,8 @@ class Road:
         """The best checkpoint's drafter, or the one that is used as it is built."""
         if self.config.train.passes == 0:
             return self.new_drafter(target).eval()
+        if self.config.joint.rank:
+            return checkpoint.load_drafter(finished(self.folder) / "drafter", target)
         return checkpoint.load_drafter(self.folder, target)
 
 
@@ -196,6 +215,7 @@ def train(road: Road) -> None:
     from spectrain.train import train
 
     config = road.config
+    check_held_out(config, road.prepared.eval)
     stored, served = config.train.features == "stored", config.target.server.given
     store = FeatureStore.load(road.inputs / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
@@ -210,6 +230,8 @@ def train(road: Road) -> None:
         road.folder,
         evaluate=None if served else lambda drafter: decode_held_out(config, target, drafter),
     )
+    if config.joint.rank and road.process.is_main_process:
+        write_tuned(config, target, drafter, road.prepared.eval, road.folder)
 
 
 def try_drafting(config: RunConfig, target: Target, drafter: Any) -> None:
@@ -227,13 +249,13 @@ def try_drafting(config: RunConfig, target: Target, drafter: Any) -> None:
 def evaluate(road: Road) -> None:
     from spectrain.eval.run import evaluate
 
-    evaluate(road.config, road.target, road.trained_drafter, road.folder / "eval")
+    evaluate(road.trained_config, road.trained_target, road.trained_drafter, road.folder / "eval")
 
 
 def export(road: Road) -> None:
     from spectrain.export import export
 
-    folder, target = road.folder / "export", road.target(road.config.target.dtype)
+    folder, target = road.folder / "export", road.trained_target(road.config.target.dtype)
     drafter = road.trained_drafter(target)
     if road.config.train.passes == 0:
         raise ValueError("stages: export: train.passes=0 leaves nothing trained to export")
@@ -244,7 +266,7 @@ def export(road: Road) -> None:
         "target": target.fingerprint(),
         "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},
     }
-    made = partial(export, road.config, target, drafter, folder)
+    made = partial(export, road.trained_config, target, drafter, folder)
     reuse_or_run(folder, settings, lambda: {"folders": [path.name for path in made()]})
 
 
@@ -304,10 +326,10 @@ def serve_check(road: Road) -> None:
     from spectrain.serve_check import serve_check
 
     def load_both() -> tuple[Target, Any]:
-        target = road.target(road.config.target.dtype)
+        target = road.trained_target(road.config.target.dtype)
         return target, road.trained_drafter(target).to(target.dtype)
 
-    serve_check(road.config, load_both, road.folder)
+    serve_check(road.trained_config, load_both, road.folder)
 
 
 def compare(road: Road) -> None:

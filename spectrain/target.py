@@ -129,14 +129,14 @@ class Target:
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    @torch.no_grad()
     def states(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, *, taps: Sequence[int] = ()
     ) -> TargetStates:
         """Run the decoder on one flat row and return the states at the layer ids `taps` and after the final
         norm.
 
-        A target with recurrent layers runs each document or request of the row in a call of its own.
+        A target with recurrent layers runs each document or request of the row in a call of its own. The
+        states have a graph where something in the target is trained (`spectrain/joint.py`).
         """
         row = layout.calls(ids_T, positions_T) if self.recurrent else [Call(ids_T, positions_T, layout)]
         parts = [self._run(call, taps) for call in row]

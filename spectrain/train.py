@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from spectrain.capture import check_rejected
 from spectrain.config import RunConfig
 from spectrain.data.packing import Sample, pack
 from spectrain.features import FeatureBatch, FeatureStore
+from spectrain.joint import Joint, answer_rows
 from spectrain.kernels.products import bfloat16_products
 from spectrain.objectives import Objective, RowIndex
 from spectrain.optim import build_optimizer, learning_rate, set_learning_rate, trainable
@@ -81,9 +83,13 @@ def train(
     accelerator = make_accelerator(config, target)
     source = open_source(config.train, target, prepared.train, store, drafter.taps)
     loop = _Loop(config, target, source, drafter, folder, evaluate, accelerator)
-    loop.resume()
-    loop.run()
-    return loop.result()
+    try:
+        loop.resume()
+        loop.run()
+        return loop.result()
+    finally:
+        if loop.joint is not None:
+            loop.joint.close()
 
 
 def make_accelerator(config: RunConfig, target: Target) -> Accelerator:
@@ -112,15 +118,19 @@ class _Loop:
         self.config, self.source = config, source
         self.drafter, self.folder, self.evaluate = drafter.train(), folder, evaluate
         self.accelerator = accelerator
+        self.plan = plan_steps(source.lengths, config.train)
+        self.target_print = target.fingerprint()
+        self.optimizer = build_optimizer(drafter, config.train)
+        self.joint: Joint | None = None
+        if config.joint.rank:
+            self.joint = Joint(config, target, drafter, steps=len(self.plan))
+            self.optimizer = self.joint.optimizer(self.optimizer, config)
         self.parameters = trainable(drafter)
         for parameter in self.parameters.values():
             broadcast(parameter.data)
         self.norms = {name: p.detach().clone() for name, p in self.parameters.items() if p.ndim == 1}
         self.objective = Objective(config.objective, drafter, target)
-        self.optimizer = build_optimizer(drafter, config.train)
-        self.plan = plan_steps(source.lengths, config.train)
         self.slots = _num_slots(drafter)
-        self.target_print = target.fingerprint()
         samples = fingerprint([source.content, source.ids])
         self.settings = checkpoint.settings(config, self.target_print, samples)
         self.step, self.overflows = 0, 0
@@ -177,10 +187,10 @@ class _Loop:
         indices = [self.drafter.index(batch.tokens) for batch in batches]
         counts, tally = self._count(batches, indices, [bad for _, rejected in parts for bad in rejected])
         rate = learning_rate(self.step, len(self.plan), self.config.train)
-        norm, stats = 0.0, torch.zeros(len(STATS), self.slots, dtype=torch.float64)
+        norm, shift, stats = 0.0, 0.0, torch.zeros(len(STATS), self.slots, dtype=torch.float64)
         empty = not bool(counts.sum())
         if not empty:
-            stats = self._backward(batches, indices, counts)
+            stats, shift = self._backward(batches, indices, counts, tally["answer_tokens"])
             norm = self._update(rate, [i for batch in batches for i in batch.tokens.sample_ids])
         self.step += 1
         skipped = empty or norm == float("inf")
@@ -195,6 +205,7 @@ class _Loop:
             "train/agreement": [a / n if n else None for a, n in zip(agree, count, strict=True)],
             "train/rows": [int(n) for n in count],
             "train/learning_rate": rate,
+            **({} if self.joint is None else {"train/target_kl": shift}),
             "train/grad_norm": norm if norm != float("inf") else None,
             "train/skipped": int(skipped),
             "train/tokens": tally["tokens"],
@@ -208,11 +219,12 @@ class _Loop:
         """Rows per (term, slot) and counts of samples and tokens, both over all processes."""
         device = self.accelerator.device
         counts = torch.zeros(len(self.config.objective.terms), self.slots, dtype=torch.float64, device=device)
-        tally = {"tokens": 0, "supervised": 0, "rejected": len(rejected)}
+        tally = {"tokens": 0, "supervised": 0, "rejected": len(rejected), "answer_tokens": 0}
         for batch, index in zip(batches, indices, strict=True):
             counts += self.objective.count(index, batch)
             tally["tokens"] += len(batch.tokens)
             tally["supervised"] += len(batch.tokens.document_ids[index.row].unique())
+            tally["answer_tokens"] += len(answer_rows(batch.tokens))
         own = torch.tensor(list(tally.values()), dtype=torch.float64, device=device)
         summed = self.accelerator.reduce(torch.cat((counts.flatten(), own)), "sum")
         counts, own = summed[: counts.numel()].view_as(counts), summed[counts.numel() :]
@@ -228,9 +240,14 @@ class _Loop:
         return counts, tally
 
     def _backward(
-        self, batches: Sequence[FeatureBatch], indices: Sequence[RowIndex], counts: torch.Tensor
-    ) -> torch.Tensor:
-        """Gradients of this process's rows into the parameters; returns statistics [4, K] over all processes.
+        self,
+        batches: Sequence[FeatureBatch],
+        indices: Sequence[RowIndex],
+        counts: torch.Tensor,
+        answer_tokens: int,
+    ) -> tuple[torch.Tensor, float]:
+        """Gradients of this process's rows into the parameters; returns statistics [4, K] over all processes,
+        and the mean KL(original || tuned) of joint training, else 0.
 
         Raises ValueError on every process, naming the samples of rows whose loss is not finite.
         """
@@ -238,24 +255,31 @@ class _Loop:
         device = self.accelerator.device
         stats = torch.zeros(len(STATS), self.slots, dtype=torch.float64, device=device)
         bad: list[str] = []
+        joint = self.joint if self.joint is not None and self.joint.moves_target(self.step) else None
+        shift = 0.0
         half = self.config.train.dtype == "bfloat16"
         with bfloat16_products(half and device.type == "cpu"):
             for batch, index in zip(batches, indices, strict=True):
-                if not len(index.row):
+                if not len(index.row) and joint is None:
                     continue
                 with torch.autocast(device.type, torch.bfloat16, enabled=half and device.type != "cpu"):
-                    rows = self.drafter.rows(batch)
+                    seen = batch if joint is None else joint.states(batch)
+                    rows = self.drafter.rows(seen)
                     result = self.objective.loss(rows, batch, self.drafter.head_weight(), counts)
-                result.loss.backward()
+                    loss = result.loss
+                    if joint is not None:
+                        moved = joint.shift.loss(seen, batch, answer_tokens)
+                        loss, shift = loss + moved.loss, shift + float(moved.stats["loss"].sum())
+                loss.backward()
                 stats += torch.stack([result.stats[name].to(device) for name in STATS])
-                if not bool(result.loss.isfinite()):
+                if not bool(loss.isfinite()):
                     bad += batch.tokens.sample_ids
-        failed = torch.tensor([float(len(bad))], dtype=torch.float64, device=device)
-        summed = self.accelerator.reduce(torch.cat((stats.flatten(), failed)), "sum")
-        if summed[-1]:
+        rest = torch.tensor([shift, float(len(bad))], dtype=torch.float64, device=device)
+        *summed, shift, failed = self.accelerator.reduce(torch.cat((stats.flatten(), rest)), "sum").tolist()
+        if failed:
             names = ", ".join(gather_object(bad))
             raise ValueError(f"step {self.step + 1}: the loss is not finite on a row of the samples {names}")
-        return summed[:-1].view_as(stats)
+        return stats.new_tensor(summed).view_as(stats), shift / self.config.joint.weight
 
     def _update(self, rate: float, sample_ids: list[str]) -> float:
         """Sum gradients over processes, clip, update; returns the norm before clipping, inf if the update was
@@ -265,12 +289,15 @@ class _Loop:
         backwards on each process, but rows are uneven and a process may have none. One sum per tensor and
         step moves the same bytes.
         """
-        for parameter in self.parameters.values():
+        moved = list(self.parameters.values())
+        if self.joint is not None:
+            moved = self.joint.moved(self.parameters, self.step)
+        for parameter in moved:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self.accelerator.num_processes > 1:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
-        norm = float(self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.config.train.clip))
+        norm = float(self.accelerator.clip_grad_norm_(moved, self.config.train.clip))
         if norm == norm and norm != float("inf"):
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
@@ -306,7 +333,8 @@ class _Loop:
         if self.accelerator.is_main_process:
             self.drafter.eval()
             try:
-                with torch.no_grad():
+                tuned = nullcontext() if self.joint is None else self.joint.tuned()
+                with torch.no_grad(), tuned:
                     scores = [dict(self.evaluate(self.drafter))]
             finally:
                 self.drafter.train(training)

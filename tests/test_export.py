@@ -67,6 +67,26 @@ def rewrite(folder, **changes):
     save_file({**load_file(path), **changes}, path, metadata)
 
 
+@pytest.mark.parametrize("switch", ["norm_output", "norm_before_residual"])
+def test_the_folder_of_a_drafter_of_three_layers_gives_the_decode_loops_logits(tmp_path, switch):
+    """`export` compares them; the names are those that vLLM reads."""
+    folder = exported(llama(), tmp_path, layers=3, **{switch: True})
+    assert read_config(folder)["num_hidden_layers"] == 3
+    shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+    assert shapes["midlayer.self_attn.q_proj.weight"] == (32, 64)
+    for name in ("layers.1.self_attn.q_proj.weight", "layers.2.self_attn.q_proj.weight"):
+        assert shapes[name] == (32, 32)
+    assert not [name for name in shapes if name.endswith("hidden_norm.weight") and "midlayer" not in name]
+
+
+def test_several_layers_are_refused_for_sglang_before_training():
+    target, settings = llama(), ExportConfig(engine=["vllm", "sglang"])
+    with pytest.raises(
+        ValueError, match="drafter.layers=2: served by vLLM alone .*expected 1 for export.engine=sglang"
+    ):
+        check_untrained(target, drafter_for(target, layers=2), settings)
+
+
 @pytest.mark.case("O-C01")
 def test_layer_outputs_0_1_2_are_capture_points_1_2_3():
     target = Target(ladder_llama())

@@ -81,6 +81,7 @@ def written(folder, config, tensors, *, name="model.safetensors"):
         {},
         {"fc_norm": True, "norm_output": True},
         {"taps": [0, 3]},
+        {"layers": 2},
     ],
 )
 def test_an_eagle3_export_comes_back_bit_for_bit(tmp_path, settings):

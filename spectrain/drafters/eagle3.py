@@ -1,17 +1,20 @@
-"""EAGLE-3: one decoder layer over fused target states, unrolled on its own outputs (Li et al. 2025, sec. 3).
+"""EAGLE-3: a decoder layer over fused target states, unrolled on its own outputs (Li et al. 2025, sec. 3).
 
 Row t pairs the target's states at token t (taps fused by `fc`) with the embedding of token t + 1; step k
 (slot k) uses token t + 1 + k, its own output of step k - 1 as state, rotary position t + k, and predicts
 token t + 2 + k. The root of decoding is x_n with n = t + 1. Row t counts at step k iff tokens t + 1 and
 t + 2 + k lie in one span. One document of 8 tokens with span {3, 4, 5} and 3 steps:
     step 0: rows 2, 3 (predict tokens 4, 5)   step 1: row 2 (token 5)   step 2: none
-The state fed back is the layer's output before `norm`, after it with norm_output (EAGLE-3.1); `norm` and
-`lm_head` give logits over the kept ids.
+With drafter.layers > 1 plain Llama layers follow, which read the state alone and attend as the first does.
+The state fed back is the last layer's output before `norm`, after it with norm_output (EAGLE-3.1); `norm`
+and `lm_head` give logits over the kept ids.
 Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from spectrain.cache import CacheLayout
+from spectrain.checks import at_least
 from spectrain.data.packing import TokenBatch
 from spectrain.drafters.eagle3_forms import ADDS_ONE_AFTER_ONE, check_served
 from spectrain.drafters.eagle3_forms import imported as imported
@@ -34,12 +38,12 @@ from spectrain.drafters.layers import (
     supervised_rows,
 )
 from spectrain.drafters.speculators_form import speculators_config
-from spectrain.drafters.unroll import document_begins, runs
+from spectrain.drafters.unroll import UnrollLayout, runs
 from spectrain.drafters.vocab import vocabulary_maps
 from spectrain.features import FeatureBatch
 from spectrain.kernels.ttt_attention import Own, ttt_attention
 from spectrain.objectives import RowIndex, Rows
-from spectrain.target import Target
+from spectrain.target import Layout, Target
 
 SERVED = {
     "vllm": ("eagle3", "eagle3"),
@@ -58,6 +62,8 @@ class Config:
     """Kept ids of the draft vocabulary; 0 keeps the target's whole vocabulary."""
     unroll: int = 7
     """Steps of the training-time test, K."""
+    layers: int = 1
+    """Decoder layers; those behind the first read the state alone. vLLM alone serves more than one."""
     taps: list[int] = field(default_factory=list)
     """Layer ids of the target's states, strictly increasing; empty: 1, n//2 - 1, n - 4."""
     fc_norm: bool = False
@@ -78,32 +84,36 @@ class Config:
     def __post_init__(self):
         if self.head not in ("trained", "frozen"):
             raise ValueError(f"drafter.head={self.head!r}: expected trained or frozen")
-        if self.unroll < 1:
-            raise ValueError(f"drafter.unroll={self.unroll}: expected at least 1")
+        at_least("drafter.unroll", self.unroll, 1)
+        at_least("drafter.layers", self.layers, 1)
         if sorted(set(self.taps)) != list(self.taps):
             raise ValueError(f"drafter.taps={self.taps}: expected strictly increasing layer ids")
 
 
 class Attention(nn.Module):
-    """Projections over [norm(embedding), norm(state)]; the two halves are applied apart, so that a token's
-    embedding half is computed once for all steps."""
+    """Projections over [norm(embedding), norm(state)], whose two halves training applies apart, so that a
+    token's embedding half is computed once for all steps; or over the state alone (inputs=1)."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, *, inputs: int):
         super().__init__()
         D, K = config.hidden_size, config.head_dim
         H, G = config.num_attention_heads, config.num_key_value_heads
         assert D and H and G and K, config
-        self.q_proj = nn.Linear(2 * D, H * K, bias=False)
-        self.k_proj = nn.Linear(2 * D, G * K, bias=False)
-        self.v_proj = nn.Linear(2 * D, G * K, bias=False)
+        self.q_proj = nn.Linear(inputs * D, H * K, bias=False)
+        self.k_proj = nn.Linear(inputs * D, G * K, bias=False)
+        self.v_proj = nn.Linear(inputs * D, G * K, bias=False)
         self.o_proj = nn.Linear(H * K, D, bias=False)
         self.sizes = [p.out_features for p in (self.q_proj, self.k_proj, self.v_proj)]
         self.head_dim = K
         self.scale = K**-0.5
 
+    def stacked(self) -> torch.Tensor:
+        """q, k and v weights [(H + 2G) K, inputs D]."""
+        return torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stacked q, k, v weights of the embedding half and of the state half, each [(H + 2G) K, D]."""
-        stacked = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        """Stacked weights of the embedding half and of the state half, each [(H + 2G) K, D]."""
+        stacked = self.stacked()
         D = stacked.shape[1] // 2
         return stacked[:, :D], stacked[:, D:]
 
@@ -112,16 +122,22 @@ class Attention(nn.Module):
         return tuple(x.view(len(x), -1, self.head_dim).transpose(0, 1) for x in qkv.split(self.sizes, -1))
 
 
-class Midlayer(nn.Module):
-    """The decoder layer. The residual is the state before `hidden_norm`, or after it."""
+# (q [H, N, K], k and v [G, N, K]) -> [H, N, K]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool):
+
+class Layer(nn.Module):
+    """A decoder layer. The first one reads embedding and state; its residual is the state before
+    `hidden_norm`, or after it."""
+
+    def __init__(self, config: LlamaConfig, *, first: bool, norm_before_residual: bool = False):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps)
-        self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn = Attention(config)
+        if first:
+            self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn = Attention(config, inputs=2 if first else 1)
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = GatedMLP(D, config.intermediate_size)
 
@@ -133,6 +149,17 @@ class Midlayer(nn.Module):
         """State after attention output and MLP."""
         state = state_ND + self.self_attn.o_proj(mixed_HNK.transpose(0, 1).flatten(1))
         return state + self.mlp(self.post_attention_layernorm(state))
+
+    def follow(
+        self, state_ND: torch.Tensor, angle: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        """A layer behind the first, on the state of the one before it."""
+        normed, attn = self.input_layernorm(state_ND), self.self_attn
+        q, k, v = (
+            projection(normed).view(len(normed), -1, attn.head_dim).transpose(0, 1)
+            for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        return self.finish(state_ND, attend(rotate(q, angle), rotate(k, angle), v))
 
 
 class Eagle3(nn.Module):
@@ -154,7 +181,9 @@ class Eagle3(nn.Module):
         norms = [RMSNorm(Dt, eps) for _ in self.taps] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(len(self.taps) * Dt, D, bias=False)
-        self.midlayer = Midlayer(self.draft_config, norm_before_residual=config.norm_before_residual)
+        self.midlayer = Layer(self.draft_config, first=True, norm_before_residual=config.norm_before_residual)
+        behind = {str(i): Layer(self.draft_config, first=False) for i in range(1, config.layers)}
+        self.layers = nn.ModuleDict(behind)  # by the number of the layer, as engines name it
         self.norm = RMSNorm(D, eps)
         self.lm_head = nn.Linear(D, len(kept_ids), bias=False)
         self.rotary = Rotary(self.draft_config)
@@ -186,7 +215,7 @@ class Eagle3(nn.Module):
         tokens = batch.tokens
         index = self.index(tokens)
         steps = [index.row[index.slot == k] for k in range(index.slots)]
-        begins = document_begins(tokens)
+        behind = UnrollLayout(tokens)
         layer, attn = self.midlayer, self.midlayer.self_attn
         w_embed, w_state = attn.halves()
         embed = F.linear(layer.input_layernorm(self.embed(tokens.ids)), w_embed)
@@ -200,9 +229,11 @@ class Eagle3(nn.Module):
         state, outs = fused, []
         own: list[Own] = []  # steps 1 .., places: their rows
         before = torch.arange(len(tokens), device=tokens.ids.device)
-        for k, rows in enumerate(steps):
-            if not len(rows):
+        for k, supervised in enumerate(steps):
+            if not len(supervised):
                 break
+            # every token of step 0 is context for the later layers too
+            rows = before[:-1] if k == 0 and len(self.layers) else supervised
             state = state[torch.searchsorted(before, rows)]
             angle = self.rotary(tokens.positions[rows] + k, state)
             normed = layer.hidden_norm(state)
@@ -214,12 +245,29 @@ class Eagle3(nn.Module):
                 # a view of the values would keep all of q, k and v in memory
                 own.append(Own(rotate(key, angle), value.contiguous(), rows))
             seen = [replace(step, places=torch.searchsorted(step.places, rows)) for step in own]
-            mixed = ttt_attention(rotate(q, angle), k0, v0, seen, runs(rows, begins), attn.scale)
+            mixed = ttt_attention(rotate(q, angle), k0, v0, seen, runs(rows, behind.begins), attn.scale)
             state = layer.finish(layer.residual(state, normed), mixed)
+            behind.rows = rows
+            state = self._behind(state, angle, behind)
+            state = state if rows is supervised else state[supervised]
             outs.append(self.norm(state))
             state = outs[-1] if self.config.norm_output else state
-            before = rows
+            before = supervised
         return Rows(index=index, state=torch.cat(outs) if outs else fused[:0])
+
+    def later(self) -> list[tuple[int, Layer]]:
+        """The layers behind the first with their numbers."""
+        return [(int(number), cast(Layer, layer)) for number, layer in self.layers.items()]
+
+    def _behind(
+        self, state_ND: torch.Tensor, angle: tuple[torch.Tensor, torch.Tensor], layout: Layout
+    ) -> torch.Tensor:
+        """The layers behind the first, on its state."""
+        for number, layer in self.later():
+            scale = layer.self_attn.scale
+            attend = partial(layout.attend, number, scale=scale, window=None, softcap=None, sinks_H=None)
+            state_ND = layer.follow(state_ND, angle, attend)
+        return state_ND
 
     def start(self, num_requests: int, capacity: int) -> FeatureDrafting:
         """Decoding state for `num_requests` requests of at most `capacity` tokens, draft tokens included."""
@@ -229,9 +277,9 @@ class Eagle3(nn.Module):
         return self.fuse(taps_NLD)
 
     def advancing(self, capacity: int) -> Advance:
-        """The layer on rows: their states and the tokens that follow them; states [N, D] out."""
+        """The layers on rows: their states and the tokens that follow them; states [N, D] out."""
         layer, attn = self.midlayer, self.midlayer.self_attn
-        stacked = torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)).detach()
+        stacked = attn.stacked().detach()
         cos, sin = self.rotary(torch.arange(capacity, device=stacked.device), stacked)
 
         def advance(state_ND: torch.Tensor, ids_N: torch.Tensor, layout: CacheLayout) -> torch.Tensor:
@@ -241,7 +289,7 @@ class Eagle3(nn.Module):
             angle = (cos[layout.positions], sin[layout.positions])
             q, k = rotate(q, angle), rotate(k, angle)
             mixed = layout.attend(0, q, k, v, scale=attn.scale, window=None, softcap=None, sinks_H=None)
-            state = layer.finish(layer.residual(state_ND, normed), mixed)
+            state = self._behind(layer.finish(layer.residual(state_ND, normed), mixed), angle, layout)
             return self.norm(state) if self.config.norm_output else state
 
         return advance
@@ -250,7 +298,7 @@ class Eagle3(nn.Module):
         return self.lm_head(state_ND if self.config.norm_output else self.norm(state_ND))
 
     def weights_read(self) -> tuple[int, int]:
-        """Layer and head at each step; `fc` once a round, on what the verification committed."""
+        """Layers and head at each step; `fc` once a round, on what the verification committed."""
         once = self.fc.weight.numel()
         return sum(p.numel() for p in self.parameters()) - once, once
 
@@ -281,7 +329,7 @@ class Eagle3(nn.Module):
             raise ValueError(
                 f"drafter.width={self.config.width}: expected 0 for the export; its check knows no other"
             )
-        layer = {key: shape[key] for key in SHAPE_KEYS}
+        layer = {**{key: shape[key] for key in SHAPE_KEYS}, "num_hidden_layers": self.config.layers}
         own = {
             "draft_vocab_size": len(self.kept_ids),
             "eagle_aux_hidden_state_layer_ids": points,
@@ -324,11 +372,11 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=drafter.draft_config.hidden_size**-0.5)
-    attn = drafter.midlayer.self_attn
-    with torch.no_grad():
-        keys = attn.k_proj.weight.unflatten(0, (-1, attn.head_dim))
+    for layer in (drafter.midlayer, *(layer for _, layer in drafter.later())):
+        attn = layer.self_attn
+        keys = attn.k_proj.weight.detach().unflatten(0, (-1, attn.head_dim))
         shared = attn.q_proj.out_features // attn.k_proj.out_features
-        attn.q_proj.weight.copy_(keys.repeat_interleave(shared, 0).flatten(0, 1) / 2)
+        share_tensor(attn.q_proj.weight, keys.repeat_interleave(shared, 0).flatten(0, 1) / 2)
     head = target.head.weight[kept_ids.to(target.device)].float()
     if drafter.embed_tokens is not None:
         # the same directions of the target's space for both ends, so that lengths and angles nearly stay

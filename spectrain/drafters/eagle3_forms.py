@@ -51,7 +51,9 @@ def imported(source: Published, config: Any, target: Target) -> Import:
     width = 0 if size == target.hidden_size else size
     own_head = "lm_head.weight" not in source.files and "d2t" not in source.files
     kept_ids = torch.arange(target.vocab_size) if own_head else _kept_ids(source, target)
-    unread = {"d2t", "t2d"}
+    layers = body.get("num_hidden_layers", 1)
+    # vLLM has this one in every layer and uses that of the first
+    unread = {"d2t", "t2d", *(f"layers.{i}.hidden_norm.weight" for i in range(1, layers))}
     if not width and "embed_tokens.weight" in source.files:
         compare_with_own(source, "embed_tokens.weight", target.embedding.get_parameter("weight"), "embedding")
         unread.add("embed_tokens.weight")
@@ -60,6 +62,7 @@ def imported(source: Published, config: Any, target: Target) -> Import:
         "draft_vocab": 0 if len(kept_ids) == target.vocab_size else len(kept_ids),
         "width": width,
         "head": "frozen" if own_head else "trained",
+        "layers": layers,
         "shape": own_shape(source, body, target, width),
         **{switch: bool(top.get(switch)) for switch in SWITCHES},
     }
@@ -82,6 +85,11 @@ def check_served(
     for switch in switches:
         if getattr(config, switch):
             raise ValueError(f"drafter.{switch}=true: {name} does not know it; expected false")
+    if config.layers > 1 and engine != "vllm":
+        raise ValueError(
+            f"drafter.layers={config.layers}: served by vLLM alone (SGLang's later layers have other names "
+            f"and drop the state of the layer before); expected 1 for export.engine={engine}"
+        )
     if engine == "trtllm" and len(taps) < 2:
         raise ValueError(
             f"drafter.taps={list(taps)}: TensorRT-LLM has no fc for a single tap; expected two or more"
@@ -110,8 +118,6 @@ def _check_graph(source: Published, top: Mapping[str, Any], body: Mapping[str, A
         raise ValueError(f"{source.path}: tensor fc.weight is missing; expected an EAGLE-3 drafter")
     if top.get("norm_before_fc"):
         raise ValueError(f"{source.config_file}: norm_before_fc=True: expected False")
-    if (layers := body.get("num_hidden_layers", 1)) != 1:
-        raise ValueError(f"{source.config_file}: num_hidden_layers={layers}: expected 1")
     needed(source, body, "vocab_size")
 
 

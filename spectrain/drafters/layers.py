@@ -177,13 +177,18 @@ def share_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def has_plain_head(target: Target) -> bool:
+    """Whether the target's logits are the product of state and head and nothing else."""
+    probe = torch.tensor([-100.0, 1.0])
+    return target.head.bias is None and torch.equal(target.adjust(probe), probe)
+
+
 def own_head(target: Target, kept_ids: torch.Tensor, family: str) -> torch.Tensor:
     """The target's head rows at the kept ids, float32 [W, D], for a family that drafts through them.
 
     Raises ValueError for a target that does more than that product to make its logits.
     """
-    probe = torch.tensor([-100.0, 1.0])
-    if target.head.bias is not None or not torch.equal(target.adjust(probe), probe):
+    if not has_plain_head(target):
         raise ValueError(
             f"drafter.family={family}: the target scales, caps or shifts its logits, which a drafter "
             "behind its head does not know"

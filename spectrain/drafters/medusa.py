@@ -1,4 +1,4 @@
-"""Medusa-1: parallel heads on the target's last state (Cai et al. 2024, sections 2.1.1 and 2.2.1).
+"""Medusa: parallel heads on the target's last state (Cai et al. 2024, sections 2.1.1 and 2.2.1).
 
 Head k is a stack of residual blocks and a head over the kept ids, on the target's state after its final norm
 at token t alone: it sees neither the root x_n, n = t + 1, nor any draft token. It predicts token t + 2 + k,
@@ -8,6 +8,9 @@ tokens t + 1 and t + 2 + k lie in one span. One document of 6 tokens with span {
 The paper's weight 0.8^k of head k is objective.slot_decay. All heads run once a round, so a deeper draft
 costs no step (an adaptive run should be told so: eval.runs.N.costs=[root, 0, node]), and their ranks do not
 depend on the parent: a tree is a product of ranks.
+
+Trained on the target as it is, it is Medusa-1; with `joint.rank` the target is trained too, and it is
+Medusa-2 (`spectrain/joint.py`).
 
 The reference builds its blocks as one module used several times; here each has weights of its own, and the
 blocks start at zero, so that an untrained head says what the target's head says.

@@ -30,13 +30,15 @@ KEPT = torch.arange(0, V, 3)  # a reduced draft vocabulary
 SMALL = {
     "eagle1": {"unroll": 3},
     "eagle3": {"unroll": 3},
+    "eagle3 of two layers": {"unroll": 3, "layers": 2},
     "medusa": {"heads": 3},
     "hydra": {"heads": 3},
 }
 
 
 def config_of(family):
-    return importlib.import_module(f"spectrain.drafters.{family}").Config(**SMALL.get(family, {}))
+    """family: a name of SMALL begins with that of its family."""
+    return importlib.import_module(f"spectrain.drafters.{family.split()[0]}").Config(**SMALL.get(family, {}))
 
 
 def new_drafter(family, target, *, kept=KEPT):
@@ -50,8 +52,9 @@ def new_drafter(family, target, *, kept=KEPT):
 
 
 TARGET = Target(tiny_llama(vocab=V))
-TRAINED = [family for family in families() if trainable(new_drafter(family, TARGET))]
-of_every_family = pytest.mark.parametrize("family", families())
+FAMILIES = sorted({*families(), *SMALL})
+TRAINED = [family for family in FAMILIES if trainable(new_drafter(family, TARGET))]
+of_every_family = pytest.mark.parametrize("family", FAMILIES)
 of_every_trained_family = pytest.mark.parametrize("family", TRAINED)
 
 
@@ -178,7 +181,7 @@ def test_every_objective_trains_the_family_or_is_refused_by_name(family, term):
     try:
         objective = Objective(ObjectiveConfig(terms={term: 1.0}), drafter, TARGET)
     except ValueError as refusal:
-        assert all(name in str(refusal) for name in ("objective.terms", term, family))
+        assert all(name in str(refusal) for name in ("objective.terms", term, drafter.config.family))
         return
     counts = objective.count(drafter.index(batch.tokens), batch)
     result = objective.loss(drafter.rows(batch), batch, drafter.head_weight(), counts)

@@ -172,6 +172,7 @@ def test_default_taps_are_one_low_one_middle_one_high_layer(layers, taps):
     ("settings", "message"),
     [
         ({"unroll": 0}, r"drafter.unroll=0.*at least 1"),
+        ({"layers": 0}, r"drafter.layers=0.*at least 1"),
         ({"taps": [2, 1]}, r"drafter.taps=\[2, 1\].*strictly increasing"),
         ({"taps": [1, 1]}, r"drafter.taps=\[1, 1\].*strictly increasing"),
     ],
