@@ -6,7 +6,7 @@ For float32 and bfloat16, batch 1 and 8: tokens per second of plain decoding by 
 dynamic and with a static cache, the arms in turns on the same prompts, prefill included on all sides, greedy,
 the length fixed by ignoring stop tokens; the best of the turns of each batch counts, since the machine's
 other work only slows. Then eta of a chain of 5, paired with plain decoding prompt by prompt, and eta_model
-from the measured tau, c and r; a batch of 8 is kept full from a queue of 32 prompts. Prints one JSON line per
+from the measured tau, c and r; a batch of 8 is kept full from one queue of 72 prompts. Prints one JSON line per
 setting; exit code 1 where ours is below --least of the faster `generate`, or eta below 0.9 of eta_model.
 """
 
@@ -26,10 +26,12 @@ from spectrain.decode.sampling import Sampling
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.eval.records import counters
-from spectrain.eval.run import QUEUED, decode_in_turns
+from spectrain.eval.run import decode_in_turns
 from spectrain.eval.speed import Arms, EngineArm
 from spectrain.metrics import estimate
 from spectrain.target import Target, load_target
+
+QUEUED = 9  # prompts per place: the requests that end last decode in a batch which is no longer full
 
 
 def ours(target: Target, prompts: list[list[int]], tokens: int) -> None:
@@ -94,6 +96,7 @@ def speculative(target: Target, drafter, prompts, batch: int, tokens: int) -> di
         encode=lambda turns, answers: render(target.tokenizer, [{"role": "user", "content": turns[0]}], {}),
         decode=lambda ids: "",
         title=f"{run.dtype}, batch {batch}",
+        queued=QUEUED,
     )
     found = estimate(
         counters(texts, slots=run.length),

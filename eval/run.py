@@ -176,10 +176,11 @@ def decode_in_turns(
     encode: Callable[[Sequence[str], Sequence[str]], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
     title: str,
+    queued: int = QUEUED,
 ) -> list[list[Text]]:
     """Every turn of every prompt with every arm; for each arm but the plain one its texts.
 
-    A batch is kept full from a queue of QUEUED prompts per place, as in serving: else the requests with long
+    A batch is kept full from a queue of `queued` prompts per place, as in serving: else the requests with long
     accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up comes
     first and is dropped. encode: user turns and the answers between them to token ids; decode: token ids to
     text. Later turns see the plain arm's answers, so that all arms continue one conversation. Several
@@ -189,7 +190,7 @@ def decode_in_turns(
     keys = {prompt.id: TURNS * i for i, prompt in enumerate(prompts)}
     ordered = list(prompts) if batch == 1 else sorted(prompts, key=lambda prompt: prompt.category)
     ordered = ordered[process.process_index :: process.num_processes]
-    queue = batch if batch == 1 else QUEUED * batch
+    queue = batch if batch == 1 else queued * batch
     groups = [ordered[i : i + queue] for i in range(0, len(ordered), queue)]
     if groups:
         first = groups[0][:batch]
