@@ -6,8 +6,8 @@ For float32 and bfloat16, batch 1 and 8: tokens per second of plain decoding by 
 dynamic and with a static cache, the arms in turns on the same prompts, prefill included on all sides, greedy,
 the length fixed by ignoring stop tokens; the best of the turns of each batch counts, since the machine's
 other work only slows. Then eta of a chain of 5, paired with plain decoding prompt by prompt, and eta_model
-from the measured tau, c and r; a batch of 8 is kept full from one queue of 72 prompts. Prints one JSON line per
-setting; exit code 1 where ours is below --least of the faster `generate`, or eta below 0.9 of eta_model.
+from the measured tau, c and r; a batch of 8 is kept full from one queue of 72 prompts. Prints one JSON line
+per setting; exit code 1 where ours is below --least of the faster `generate`, or eta below 0.9 of eta_model.
 """
 
 import argparse

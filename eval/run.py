@@ -180,10 +180,10 @@ def decode_in_turns(
 ) -> list[list[Text]]:
     """Every turn of every prompt with every arm; for each arm but the plain one its texts.
 
-    A batch is kept full from a queue of `queued` prompts per place, as in serving: else the requests with long
-    accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up comes
-    first and is dropped. encode: user turns and the answers between them to token ids; decode: token ids to
-    text. Later turns see the plain arm's answers, so that all arms continue one conversation. Several
+    A batch is kept full from a queue of `queued` prompts per place, as in serving: else the requests with
+    long accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up
+    comes first and is dropped. encode: user turns and the answers between them to token ids; decode: token
+    ids to text. Later turns see the plain arm's answers, so that all arms continue one conversation. Several
     processes decode a share of the prompts each, at the same time, and all get all texts.
     """
     process = PartialState()
