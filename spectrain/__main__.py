@@ -17,7 +17,7 @@ HELP = """\
 spectrain {version}: train, evaluate and export drafters for speculative decoding
 
   python -m spectrain recipe=NAME [stages=a,b] [run_dir=PATH] [key=value ...]
-  python -m spectrain recipe=NAME processes=2     or: torchrun, accelerate launch
+  python -m spectrain recipe=NAME processes=2   or: torchrun, accelerate launch
 
 recipes (recipes/README.md says what each is; recipe=FILE.yaml takes your own)
 {recipes}

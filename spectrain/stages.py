@@ -215,7 +215,8 @@ def train(road: Road) -> None:
     from spectrain.train import train
 
     config = road.config
-    check_held_out(config, road.prepared.eval)
+    if config.joint.rank:
+        check_held_out(config, road.prepared.eval)
     stored, served = config.train.features == "stored", config.target.server.given
     store = FeatureStore.load(road.inputs / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)

@@ -36,7 +36,7 @@ def fail_with(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(stages, "run", run)
-    return command.main(["recipe=quickstart"])
+    return command.main(["recipe=quickstart", "processes=1"])  # in this process, where `run` is replaced
 
 
 def test_help_fits_one_screen_and_names_recipes_and_stages():

@@ -426,7 +426,7 @@ def test_a_recipe_takes_over_drafter_and_draft_vocabulary(tmp_path, passes):
         device="cpu",
     )
     road = Road(replace(config, target=replace(config.target, dtype="float32")))
-    road._targets["float32"] = target
+    road._targets[f"float32 {config.target.path}"] = target
     assert same(drafter, road.new_drafter(target))
     if passes == 0:
         assert same(drafter, road.trained_drafter(target))

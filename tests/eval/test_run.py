@@ -351,7 +351,7 @@ def test_texts_are_not_reused_under_the_manifest_of_those_before(tmp_path, targe
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation, "_samples", stop)  # after the texts are written, before their manifest
+    monkeypatch.setattr(evaluation, "shown", stop)  # after the texts are written, before their manifest
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(config, target, other, tmp_path)
     assert not (tmp_path / "eval" / "runs" / "chain" / "manifest.json").exists()
