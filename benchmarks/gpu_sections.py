@@ -364,7 +364,7 @@ def training(bench: Bench) -> Iterator[Line]:
             run()
         peak = "" if bench.small else f", peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
         found = bench.time(run)
-        note = f"{rows} rows, loss {loss:.3f}, {shape.tokens / found[0]:.1f} thousand tokens/s{peak}; FLOPs: torch's products"
+        note = f"{rows} rows, loss {loss:.3f}, {shape.tokens / found[0]:.1f}k tokens/s{peak}, FLOPs of mm"
         gflop = counter.get_total_flops() / 1e9
         yield Line(f"step, {shape.tokens} tokens, {density:.0%} supervised", found, gflop=gflop, note=note)
 
