@@ -77,22 +77,23 @@ def test_eagle1_with_a_reduced_vocabulary_is_refused(llama, tmp_path):
         exported(drafter, llama, tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"head": "trained"}, {"head": "frozen"}])
+def test_medusa_with_a_reduced_vocabulary_is_refused(llama, settings, tmp_path):
+    drafter = drafter_of(medusa, llama, kept=torch.arange(100), **settings)
+    with pytest.raises(ValueError, match="drafter.draft_vocab=100: expected 0 for the export of Medusa"):
+        exported(drafter, llama, tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("kept", "settings", "heads"),
-    [
-        (V, {"heads": 3, "blocks": 2}, 3),
-        (V, {"heads": 2, "head": "frozen"}, 1),
-        (100, {"heads": 4, "head": "frozen"}, 1),
-    ],
+    ("settings", "heads"), [({"heads": 3, "blocks": 2}, 3), ({"heads": 2, "head": "frozen"}, 1)]
 )
-def test_medusas_folder_replays(llama, kept, settings, heads, tmp_path):
-    drafter = drafter_of(medusa, llama, kept=torch.arange(V)[-kept:], **settings)
+def test_medusas_folder_replays(llama, settings, heads, tmp_path):
+    drafter = drafter_of(medusa, llama, kept=torch.arange(V), **settings)
     (folder,) = exported(drafter, llama, tmp_path)
     config, tensors = read(folder)
     assert sum(name.startswith("lm_heads") for name in tensors) == heads
     assert config["architectures"] == ["MedusaModel"] and config["medusa_fc_bias"] is True
-    assert (config["vocab_size"], config["truncated_vocab_size"]) == (V, kept)
-    assert ("token_map" in tensors) == (kept < V)
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (V, V)
     assert check(folder, llama) < 1e-4
 
 

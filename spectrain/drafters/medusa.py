@@ -122,20 +122,22 @@ class Medusa(nn.Module):
         if engine == "reference":
             return authors_tensors(self.state_dict(), self.config, self.rows_of_target)
         shared = {} if len(self.lm_heads) else {"lm_heads.0.weight": self.rows_of_target}
-        full = len(self.kept_ids) == self.vocab_size
-        return {**self.state_dict(), **shared, **({} if full else {"token_map": self.kept_ids})}
+        return {**self.state_dict(), **shared}
 
     def engine_config(self, target: Target, engine: str) -> dict[str, Any]:
-        """config.json's keys of this family. Raises ValueError for trained heads over a reduced vocabulary,
-        whose tensors vLLM's loader refuses (it takes a truncated one with a shared head only), and for what
-        the authors' code builds otherwise."""
+        """config.json's keys of this family. Raises ValueError for a reduced vocabulary, which vLLM 0.32 has
+        no way to load (it ends at "weights were not initialized from checkpoint: {'token_map'}"), and for
+        what the authors' code builds otherwise."""
+        if len(self.kept_ids) != self.vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab={len(self.kept_ids)}: expected 0 for the export of Medusa: vLLM's "
+                "loader refuses the map of a reduced vocabulary, the authors' code has none"
+            )
         authors = {}
         if engine == "reference":
-            full = len(self.kept_ids) == self.vocab_size
             for key, value, known in (
                 ("heads", self.config.heads, AUTHORS_HEADS),
                 ("blocks", self.config.blocks, 1),
-                ("draft_vocab", 0 if full else len(self.kept_ids), 0),
             ):
                 if value != known:
                     raise ValueError(f"drafter.{key}={value}: expected {known} for the authors' code")
@@ -144,19 +146,13 @@ class Medusa(nn.Module):
                 "medusa_num_layers": self.config.blocks,
                 "base_model_name_or_path": resolve_path(target.path),
             }
-        if len(self.lm_heads) and len(self.kept_ids) != self.vocab_size:
-            raise ValueError(
-                f"drafter.draft_vocab={len(self.kept_ids)}, drafter.head=trained: vLLM's Medusa loads "
-                "a reduced vocabulary with one head for all only; expected drafter.draft_vocab=0 or "
-                "drafter.head=frozen"
-            )
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": target.hidden_size,
             "num_heads": self.config.heads,
             "num_hidden_layers": self.config.blocks,
-            "truncated_vocab_size": len(self.kept_ids),
+            "truncated_vocab_size": self.vocab_size,
             "medusa_fc_bias": True,
             "original_lm_head": engine == "vllm" and not len(self.lm_heads),
             "max_position_embeddings": target.config.max_position_embeddings,

@@ -88,8 +88,7 @@ def test_medusas_tensors_have_the_names_and_shapes_that_vllm_reads():
         for j in range(2):
             expected |= {f"blocks.{k}.layers.{j}.weight": (D, D), f"blocks.{k}.layers.{j}.bias": (D,)}
     assert {name: tuple(t.shape) for name, t in drafter.state_dict().items()} == expected
-    named = drafter.export_tensors("vllm")
-    assert torch.equal(named.pop("token_map"), KEPT) and named.keys() == expected.keys()
+    assert drafter.export_tensors("vllm").keys() == expected.keys()
 
 
 def silu(x):
@@ -189,7 +188,7 @@ def test_hydra_which_no_engine_loads_refuses_its_export():
 
 
 def test_medusas_trained_heads_over_a_reduced_vocabulary_refuse_their_export():
-    with pytest.raises(ValueError, match="drafter.head=trained: .*expected drafter.draft_vocab=0 or"):
+    with pytest.raises(ValueError, match="expected 0 for the export of Medusa"):
         random(medusa).engine_config(TARGET, "vllm")
 
 
