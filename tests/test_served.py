@@ -33,6 +33,12 @@ def save(model, folder):
     return folder
 
 
+class PatientServer(ThreadingHTTPServer):
+    """Its socket keeps more than five callers waiting; the sixth would be reset."""
+
+    request_queue_size = 128
+
+
 class Engine:
     """A server with the replies and files of vLLM's, run by a target of ours. change(states [T, A, D]) spoils
     what it writes; reply(dict) what it says; named: whether files name their layers."""
@@ -42,7 +48,7 @@ class Engine:
         self.change, self.reply, self.named = lambda states: states, lambda reply: reply, True
         self.prompts: list[list[int]] = []
         self.lock = threading.Lock()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.http = PatientServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}).start()
 
