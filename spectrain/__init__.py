@@ -45,7 +45,6 @@ def generate(
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
-    from dataclasses import replace
     from pathlib import Path
 
     from spectrain.config import TargetConfig
@@ -77,8 +76,7 @@ def generate(
         leniency=leniency or Leniency(),
         graphs=graphs,
     )
-    texts = _texts(target.tokenizer, found, stop_strings)
-    return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
+    return _with_texts(target.tokenizer, found, stop_strings)
 
 
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -91,11 +89,15 @@ def _law_of(plan: Plan | None) -> str:
     return "recursive" if plan is not None and plan.sampled else "target_only"
 
 
-def _texts(tokenizer, found: Sequence[Generation], stop_strings: Sequence[str]) -> list[str]:
+def _with_texts(tokenizer, found: Sequence[Generation], stop_strings: Sequence[str]) -> list[Generation]:
+    from dataclasses import replace
+
     from spectrain.decode.stops import StopStrings
 
     texts = tokenizer.batch_decode([list(one.ids) for one in found], skip_special_tokens=True)
-    return list(map(StopStrings(stop_strings, tokenizer).cut, texts)) if stop_strings else texts
+    if stop_strings:
+        texts = list(map(StopStrings(stop_strings, tokenizer).cut, texts))
+    return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
 
 
 def _load(folder: str | Path, target: Target) -> Drafter:
