@@ -1,7 +1,8 @@
 """The record of a training run: metrics.jsonl in the run folder, and its copy on Weights & Biases.
 
 One line per optimizer step. A resumed run first cuts the lines after the step it restored, so that no step is
-there twice. The file is the record; W&B is a mirror that never needs the network.
+there twice. The file is the record; W&B is a mirror that never needs the network. A loss that has doubled
+since the first step is told once.
 """
 
 import json
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 from spectrain.artifacts import fingerprint, write_bytes
 from spectrain.config import RunConfig
 
+RISEN = 2.0  # times the first step's loss: training has diverged
+
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +31,8 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
         write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
+        self.first = next((loss for line in kept if (loss := json.loads(line).get("train/loss"))), None)
+        self.told = False
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self.wandb = open_wandb(folder, asdict(config)) if config.wandb.enabled else None
 
@@ -38,6 +43,15 @@ class Record:
         self.file.flush()
         if self.wandb is not None:
             self.wandb.log(_flat(line))
+        loss = line.get("train/loss")
+        self.first = self.first or loss
+        if not self.told and loss and loss > RISEN * self.first:
+            self.told = True
+            log.warning(
+                "step %d: the loss is %.4g, the first step had %.4g: training diverges; lower "
+                "train.learning_rate and, with train.optimizer=muon, train.muon_learning_rate",
+                line["step"], loss, self.first,
+            )  # fmt: skip
 
     def close(self) -> None:
         os.fsync(self.file.fileno())

@@ -29,6 +29,23 @@ def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
     open_record.close()
 
 
+def test_a_loss_that_doubled_since_the_first_step_is_told_once_and_after_a_restart(tmp_path, caplog):
+    def told(last_step, losses):
+        caplog.clear()
+        opened = Record(tmp_path, config(), last_step=last_step)
+        for step, loss in enumerate(losses, last_step + 1):
+            opened.write({"step": step, "train/loss": loss})
+        opened.close()
+        return [r.getMessage() for r in caplog.records]
+
+    assert told(0, [0.0, 12.0, 5.0, 24.0]) == []  # 0.0: a step without rows
+    [message] = told(4, [5.0, 24.5, 111_000.0])
+    assert message == (
+        "step 6: the loss is 24.5, the first step had 12: training diverges; lower train.learning_rate and, "
+        "with train.optimizer=muon, train.muon_learning_rate"
+    )
+
+
 def test_the_mirror_gets_scalars_and_numbered_entries_of_lists():
     line = {"step": 4, "train/alpha": [0.5, None], "train/grad_norm": None, "eval/tau": 1.5}
     assert record._flat(line) == {"step": 4, "train/alpha_0": 0.5, "eval/tau": 1.5}

@@ -182,11 +182,17 @@ class Eagle1(nn.Module):
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle1:
-    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending."""
+    """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending.
+
+    Attention and MLP start without output, since no norm bounds the states that are fed back.
+    """
     drafter = Eagle1(config, target, kept_ids)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+    for layer in drafter.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
     return drafter.to(target.device)
