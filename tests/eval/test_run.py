@@ -392,14 +392,6 @@ def test_a_report_without_an_evaluation_names_the_stage(tmp_path):
         build_report(tmp_path)
 
 
-def test_run_names_must_differ_and_name_a_folder(tmp_path, target, drafter):
-    for names in (("x", "x"), ("a/b", "c")):
-        runs = [replace(CHAIN, name=name) for name in names]
-        config = replace(settings(tmp_path), eval=EvalConfig(runs=runs))
-        with pytest.raises(ValueError, match=r"eval\.runs name="):
-            run_evaluation(config, target, drafter, tmp_path)
-
-
 def test_training_asks_for_tau_by_real_decoding(tmp_path, target, drafter):
     found = evaluation.decode_held_out(settings(tmp_path), target, drafter)
     assert set(found) == {"tau", "alpha", "alpha_0", "alpha_1", "alpha_2"}
