@@ -5,9 +5,10 @@
 For float32 and bfloat16, batch 1 and 8: tokens per second of plain decoding by ours and by `generate` with a
 dynamic and with a static cache, the arms in turns on the same prompts, prefill included on all sides, greedy,
 the length fixed by ignoring stop tokens; the best of the turns of each batch counts, since the machine's
-other work only slows. Then eta of a chain of 5, paired with plain decoding prompt by prompt, and eta_model
-from the measured tau, c and r; a batch of 8 is kept full from one queue of 72 prompts. Prints one JSON line
-per setting; exit code 1 where ours is below --least of the faster `generate`, or eta below 0.9 of eta_model.
+other work only slows. Then eta of a chain of 5, paired with plain decoding prompt by prompt, and what the
+measured tau, c and r promise, tau / (r + gamma c), without the rest of a round that `eta_model` counts; a
+batch of 8 is kept full from one queue of 72 prompts. Prints one JSON line per setting; exit code 1 where ours
+is below --least of the faster `generate`, or eta below 0.9 of the promise.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def plain(target: Target, prompts: list[list[int]], batch: int, tokens: int, tur
 
 
 def speculative(target: Target, drafter, prompts, batch: int, tokens: int) -> dict[str, float]:
-    """tau, c, r, eta and eta_model of a chain of 5, greedy."""
+    """tau, c, r, gamma and eta of a chain of 5, greedy, and what the first four promise."""
     run = DecodeRunConfig(name="chain5", dtype=str(target.dtype).removeprefix("torch."), batch=batch)
     limits = (tokens, batch, 0)
     [texts] = decode_in_turns(
@@ -106,10 +107,9 @@ def speculative(target: Target, drafter, prompts, batch: int, tokens: int) -> di
         resamples=1000,
         seed=0,
     )
-    return {name: found[name].value for name in ("tau", "c", "r", "eta", "eta_model")} | {
-        "eta_low": found["eta"].low,
-        "eta_high": found["eta"].high,
-    }
+    numbers = {name: found[name].value for name in ("tau", "c", "r", "gamma", "eta")}
+    numbers["promised"] = numbers["tau"] / (numbers["r"] + numbers["gamma"] * numbers["c"])
+    return numbers | {"eta_low": found["eta"].low, "eta_high": found["eta"].high}
 
 
 def main() -> int:
@@ -134,14 +134,14 @@ def main() -> int:
             speeds = plain(target, ids, batch, args.tokens, args.turns)
             share = speeds["ours"] / max(speeds["dynamic"], speeds["static"])
             numbers = speculative(target, drafter, single, batch, args.tokens)
-            model_share = numbers["eta"] / numbers["eta_model"]
+            kept = numbers["eta"] / numbers["promised"]
             line = {"dtype": dtype, "batch": batch, "threads": torch.get_num_threads()}
             line |= {f"{name}_tok_s": round(speed, 2) for name, speed in speeds.items()}
             line |= {"ours_over_faster": round(share, 3)} | {
                 k: None if v is None else round(v, 3) for k, v in numbers.items()
             }
-            print(json.dumps(line | {"eta_over_eta_model": round(model_share, 3)}), flush=True)
-            passed &= share >= args.least and model_share >= 0.9
+            print(json.dumps(line | {"eta_over_promised": round(kept, 3)}), flush=True)
+            passed &= share >= args.least and kept >= 0.9
     return 0 if passed else 1
 
 

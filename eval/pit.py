@@ -71,7 +71,7 @@ def serial_correlation(texts: Sequence[np.ndarray]) -> Outcome:
 
 
 def acceptance(generations: Sequence[Generation]) -> Outcome:
-    """Chi-square of accepted drafts per slot against their analytic probabilities.
+    """Chi-square of accepted drafts per slot against the probabilities that the engine stated for them.
 
     Slots whose expected variance is below 5 are pooled, so that the normal limit holds.
     """

@@ -151,13 +151,10 @@ def _acceptance(report: Mapping[str, Any]) -> str:
     shares = [(n, [100 * v / max(1, sum(c)) for v in c]) for n, c in zip(names, counts, strict=True)]
     categories = list(report["categories"])
     rows = ["all", *categories]
-    taus = [
-        (
-            _label(run),
-            [_interval(run["tau"]), *(_interval(run["categories"][name]["tau"]) for name in categories)],
-        )
-        for run in runs
-    ]
+    taus = []
+    for run in runs:  # one of few prompts may have none of a category
+        parts = [run, *(run["categories"].get(name) for name in categories)]
+        taus.append((_label(run), [part and _interval(part["tau"]) for part in parts]))
     accepted_labels = [str(k) for k in range(len(slots) + 1)]
     figures = [
         _figure(

@@ -17,7 +17,7 @@ from spectrain.eval.report_table import table
 
 
 def evaluate(folder, target, drafter, runs, **settings):
-    rows = [{"id": f"p{i}", "category": "a", "turns": [f"Question {i}?"]} for i in range(3)]
+    rows = [{"id": f"p{i}", "category": "aab"[i], "turns": [f"Question {i}?"]} for i in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = EvalConfig(
         baseline="",
@@ -39,12 +39,15 @@ def run_of(name, **changes):
 
 
 def test_a_run_may_ask_the_first_prompts_alone(tmp_path, target, drafter):
-    evaluate(tmp_path, target, drafter, [run_of("all"), run_of("two", prompts=2)])
+    evaluate(tmp_path, target, drafter, [run_of("all"), run_of("one", prompts=1)])
     asked = {
         name: [text.id for text in read_texts(tmp_path / "eval" / "runs" / name / "texts.jsonl")]
-        for name in ("all", "two")
+        for name in ("all", "one")
     }
-    assert asked == {"all": ["p0", "p1", "p2"], "two": ["p0", "p1"]}
+    assert asked == {"all": ["p0", "p2", "p1"], "one": ["p0"]}
+    report = build_report(tmp_path)
+    assert [list(run["categories"]) for run in report["runs"]] == [["a", "b"], ["a"]]
+    assert "one" in page(report, [])  # which has no number for category b
 
 
 def test_both_arms_decode_with_the_threads_asked_for_and_the_process_keeps_its_own(
