@@ -1,9 +1,10 @@
 """The certificate of losslessness: is decoded text what the target alone would have written?
 
-Every check rests on an independent plain forward of the target over the finished text, with nothing cached,
-never on the engine's own logits. greedy: speculative text equals plain text token for token, and plain text
-is the arg-max of the plain forward. sampling: the tests of `eval/pit.py`. Knows no drafter's insides and no
-file. Legend: M places, V vocabulary.
+The target's laws come from an independent plain forward over the finished text, with nothing cached, never
+from the engine. greedy: speculative text equals plain text token for token, and plain text is the arg-max of
+the plain forward. sampling: the tests of `eval/pit.py`, one of which has the engine's word: whether drafts
+were accepted as often as it says they should be. Knows no drafter's insides and no file.
+Legend: M places, V vocabulary.
 """
 
 import math
