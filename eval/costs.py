@@ -30,11 +30,13 @@ def measure_costs(
 def costs_of(plain: Timing, fast: Timing, *, drafted: float) -> list[float]:
     """[root, step, node] in plain steps; drafted: draft tokens of a request per round.
 
-    step is c. node spreads what a verification takes beyond a plain step over the draft tokens. root is the
-    rest of a round: the plain step, the drafter's call on what was committed, and overhead.
+    step is c, or 0 for a drafter that drafts all depths in its one call a round. node spreads what a
+    verification takes beyond a plain step over the draft tokens. root is the rest of a round: the plain step,
+    the drafter's call on what was committed, and overhead.
     """
     unit = plain.decode_s / plain.steps
-    step = fast.draft_s / fast.draft_steps / unit
+    call = fast.draft_s / fast.draft_steps / unit
+    step = call if fast.draft_steps > fast.steps else 0.0
     more = max(0.0, fast.verify_s / fast.steps / unit - 1)
     rest = max(0.0, (fast.decode_s - fast.draft_s - fast.verify_s) / fast.steps / unit)
-    return [1 + step + rest, step, more / drafted]
+    return [1 + call + rest, step, more / drafted]

@@ -22,6 +22,12 @@ def test_costs_are_counted_in_plain_steps():
     assert costs_of(plain, fast, drafted=5.0) == pytest.approx([1 + 0.1 + 0.2, 0.1, 0.1])
 
 
+def test_deeper_heads_of_a_drafter_that_is_called_once_a_round_cost_no_step():
+    plain = Timing(prefill_s=9.0, decode_s=2.0, draft_s=0.0, verify_s=2.0, steps=20, draft_steps=0)
+    fast = Timing(prefill_s=9.0, decode_s=1.8, draft_s=0.1, verify_s=1.5, steps=10, draft_steps=10)
+    assert costs_of(plain, fast, drafted=5.0) == pytest.approx([1 + 0.1 + 0.2, 0.0, 0.1])
+
+
 def test_a_verification_faster_than_a_plain_step_costs_nothing_more():
     plain = Timing(0.0, 2.0, 0.0, 2.0, 20, 0)
     assert costs_of(plain, Timing(0.0, 1.4, 0.5, 0.9, 10, 50), drafted=5.0)[2] == 0.0
