@@ -65,10 +65,10 @@ def loaded(folder: Path):
     return model, seen
 
 
-def ids_of(embeds_ND: torch.Tensor, model) -> torch.Tensor:
-    """The ids [N] whose rows of the library's own embedding these are."""
-    same = (embeds_ND[:, None] == model.embed_tokens.weight[None]).all(-1)
-    assert (same.sum(-1) == 1).all(), "the library holds another embedding"
+def ids_of(rows_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """The ids [N] whose rows of the library's own embedding or head these are."""
+    same = (rows_ND[:, None] == weight_VD[None]).all(-1)
+    assert (same.sum(-1) == 1).all(), "the library holds other weights"
     return same.nonzero()[:, 1]
 
 
@@ -78,7 +78,7 @@ def eagle3_difference(settings: dict, root: Path) -> float:
     fixture = read_tensors(folder / "check" / "replay.safetensors")
     rows, steps = len(fixture["taps"]), len(fixture["logits"])
     model, seen = loaded(folder)
-    ids = ids_of(fixture["embeds"], model)
+    ids = ids_of(fixture["embeds"], model.embed_tokens.weight)
     padded = torch.zeros(len(ids), fixture["taps"].flatten(1).shape[1])  # rows that no compared one sees
     padded[:rows] = fixture["taps"].flatten(1)
     model(padded[None], ids[None], torch.zeros(1, len(ids), dtype=torch.long), ttt_steps=steps)
@@ -96,12 +96,13 @@ def mtp_difference(root: Path) -> float:
     fixture = record(drafter, target, torch.float32)
     rows, steps = len(fixture["final"]), drafter.config.unroll
     model, seen = loaded(folder)
-    ids = ids_of(fixture["embeds"][: rows + steps - 1], model)
+    ids = ids_of(fixture["embeds"][: rows + steps - 1], model.embed_tokens.weight)
     first = torch.zeros(1, dtype=torch.long)  # x_0, whose embedding no row reads
     states = torch.zeros(rows + steps + 1, fixture["final"].shape[1])
     states[:rows] = fixture["final"]
     model(torch.cat((first, ids, first))[None], states[None])
-    return (seen[0][rows - 1] - fixture["logits"][0]).abs().max().item()
+    shown = ids_of(fixture["head"], model.lm_head.weight)  # the record has the logits of some ids
+    return (seen[0][rows - 1, shown] - fixture["logits"][0]).abs().max().item()
 
 
 def main() -> int:
