@@ -35,3 +35,11 @@ def same(one, other):
     a, b = one.state_dict(), other.state_dict()
     assert list(a) == list(b)
     return all(torch.equal(a[name], b[name]) for name in a) and torch.equal(one.kept_ids, other.kept_ids)
+
+
+def nulls(value, where=""):
+    """Paths of the keys of a parsed JSON file whose value is null."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [path for key, inner in pairs for path in nulls(inner, f"{where}.{key}")]
+    return [where] if value is None else []

@@ -16,7 +16,7 @@ from spectrain.export_check import examine
 from spectrain.imports import open_import
 from spectrain.target import Target
 from spectrain.testing import byte_tokenizer, tiny_llama
-from spectrain.testing_published import imported, same
+from spectrain.testing_published import imported, nulls, same
 
 V, D, N = 260, 32, 8
 KEPT, EVERY = torch.arange(0, V, 2), torch.arange(V)
@@ -57,14 +57,6 @@ def exported(drafter, target, tmp_path, *engines):
 
 def read(folder):
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def nulls(value, where=""):
-    """Paths of the keys of a parsed JSON file whose value is null."""
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return [path for key, inner in pairs for path in nulls(inner, f"{where}.{key}")]
-    return [where] if value is None else []
 
 
 CASES = {  # folder below export/: family, target, kept ids, settings, engines
