@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from spectrain.artifacts import write_json
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle3
 from spectrain.export import check, check_untrained, engine_config, export, rope_dialects
@@ -328,3 +329,12 @@ def test_the_model_card_says_what_was_trained_on_what(tmp_path):
         'num_speculative_tokens": 5',
     ):
         assert text in card
+    assert "- tau:" not in card and "- certificate:" not in card
+
+
+def test_the_model_card_warns_of_a_certificate_that_failed(tmp_path):
+    folder = tmp_path / "eval" / "certificate"
+    folder.mkdir(parents=True)
+    write_json(folder / "certificate.json", {"pass": False})
+    card = (exported(llama(), tmp_path) / "README.md").read_text()
+    assert "- certificate: not passed: do not serve it\n" in card

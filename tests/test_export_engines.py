@@ -1,5 +1,5 @@
-"""The forms of speculators, TensorRT-LLM and the authors' own code: keys, names, refusals; each comes back
-bit for bit and passes the checker."""
+"""The forms of speculators, TensorRT-LLM and the authors' own code: keys, names, refusals; every head's form
+comes back bit for bit and passes the checker."""
 
 import json
 from functools import cache
@@ -13,9 +13,10 @@ from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, hydra, medusa, mtp, standalone
 from spectrain.export import check, export
 from spectrain.export_check import examine
-from spectrain.imports import load, open_import
+from spectrain.imports import open_import
 from spectrain.target import Target
 from spectrain.testing import byte_tokenizer, tiny_llama
+from spectrain.testing_published import imported, nulls, same
 
 V, D, N = 260, 32, 8
 KEPT, EVERY = torch.arange(0, V, 2), torch.arange(V)
@@ -69,6 +70,10 @@ CASES = {  # folder below export/: family, target, kept ids, settings, engines
     ),
     "eagle1": (eagle1, llama, EVERY, {"layers": 2}, ("reference", "vllm")),
     "eagle1 with a bias": (eagle1, llama, EVERY, {"bias": True}, ("reference",)),
+    "eagle1-sglang": (eagle1, llama, EVERY, {"layers": 2}, ("sglang",)),
+    "eagle1-sglang with a bias": (eagle1, llama, EVERY, {"bias": True}, ("sglang",)),
+    "medusa": (medusa, llama, EVERY, {"heads": 3, "blocks": 2}, ("vllm",)),
+    "medusa with the target's head": (medusa, llama, EVERY, {"heads": 2, "head": "frozen"}, ("vllm",)),
     "medusa-reference": (medusa, llama, EVERY, {"heads": 5}, ("reference",)),
     "hydra-reference": (hydra, llama, EVERY, {"heads": 3}, ("reference",)),
     "mtp-speculators": (mtp, qwen3, EVERY, {"unroll": 2}, ("speculators",)),
@@ -86,14 +91,22 @@ def test_an_export_comes_back_bit_for_bit_and_passes_every_rule(case, tmp_path):
     assert [f for f in findings if f.faults] == []
     replayed = next(f for f in findings if f.name == "numeric replay")
     assert replayed.status == ("none" if family is mtp else "PASS")
-    config, found = open_import(family.Config(init_from=str(folder)), target)
-    back = family.build(config, target, EVERY if found.kept_ids is None else found.kept_ids)
-    load(found, back)
-    own, theirs = drafter.state_dict(), back.state_dict()
-    assert own.keys() == theirs.keys() and torch.equal(drafter.kept_ids, back.kept_ids)
-    assert [name for name in own if not torch.equal(own[name], theirs[name])] == []
-    if family is eagle3:
-        assert back.taps == drafter.taps
+    back = imported(folder, target, family)
+    assert same(drafter, back)
+    assert (back.taps, back.config.family) == (drafter.taps, drafter.config.family)
+    for setting in settings.keys() & {"layers", "bias", "heads", "blocks", "head"}:
+        assert getattr(back.config, setting) == settings[setting]
+
+
+@pytest.mark.case("O-E04")
+@pytest.mark.parametrize("case", CASES)
+def test_no_key_of_any_head_is_null_at_any_depth(case, tmp_path):
+    family, make, kept, settings, engines = CASES[case]
+    folder = exported(drafter_of(family, make(), kept, **settings), make(), tmp_path, *engines)
+    config = json.loads((folder / "config.json").read_text())
+    assert nulls(config) == []
+    layer = config.get("transformer_layer_config", config)
+    assert layer["vocab_size"] == V and config.get("draft_vocab_size", len(kept)) == len(kept)
 
 
 def test_a_standalone_folder_is_a_model_that_a_drafter_starts_from(tmp_path):

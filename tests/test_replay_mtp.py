@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from spectrain.drafters.mtp_weights import names_of
 from spectrain.export import check, export, record
 from spectrain.export_check import examine
 from spectrain.testing_mtp import KINDS, mtp_target
+from spectrain.testing_published import imported, nulls, same
 
 D = 32
 PROJECTION = {
@@ -124,6 +126,26 @@ def test_one_step_of_training_is_recorded_as_one_step(targets, tmp_path):
     target = targets("glm4_moe")
     folder = written(drafter_of(target, unroll=1), target, tmp_path, "vllm", "sglang")
     assert len(load_file(folder / "check" / "replay.safetensors")["logits"]) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_blocks_of_a_folder_come_back_as_they_were_rounded(kind, targets, good):
+    target, folder = targets(kind), good(kind)
+    back, drafter = imported(folder, target, mtp, unroll=3), drafter_of(target)
+    for name, tensor in drafter.state_dict().items():
+        if not name.endswith("e_score_correction_bias"):
+            tensor.copy_(tensor.bfloat16())
+    assert same(drafter, back) and back.config.order == drafter.config.order
+
+
+@pytest.mark.case("O-E04")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_key_of_a_folder_is_null_but_those_of_the_target_itself(kind, targets, good):
+    target = json.loads((Path(targets(kind).path) / "config.json").read_text())
+    config = json.loads((good(kind) / "config.json").read_text())
+    assert sorted(nulls(config)) == sorted(nulls(target))
+    (count,) = config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}
+    assert (config[count], config["vocab_size"]) == (1, 260)
 
 
 @pytest.mark.parametrize("kind", KINDS)

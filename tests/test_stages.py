@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spectrain import __main__ as command
 from spectrain import stages
 from spectrain.artifacts import read_json
+from spectrain.checkpoint import best
 from spectrain.config import STAGES
 from spectrain.eval.records import read_texts
 from spectrain.testing import byte_tokenizer
@@ -109,6 +110,15 @@ def test_one_command_on_an_own_model_leaves_every_result(finished):
     }
     assert expected <= names
     assert read_json(finished / "report.json")["lossless"] is True
+
+
+def test_the_exports_model_card_has_the_training_tau_and_the_certificate(finished):
+    state = read_json(best(finished) / "state.json")
+    card = (finished / "export" / "eagle3" / "README.md").read_text().splitlines()
+    assert f"- training: 4 steps, {state['counters']['tokens']:,} tokens" in card
+    assert state["tau"] >= 1
+    assert f"- tau: {state['tau']:.3f} on held-out prompts at the end of training" in card
+    assert "- certificate: passed" in card
 
 
 def test_every_stage_leaves_its_seconds_beside_the_budget(finished):

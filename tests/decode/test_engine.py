@@ -11,6 +11,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from spectrain.cache import KVCache
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling, law
 from spectrain.proposal import Plan, Proposal
@@ -114,6 +115,11 @@ RIGHT = {"always": lambda n: 99, "never": lambda n: 0, "sometimes": lambda n: n 
 @pytest.mark.parametrize("right", RIGHT)
 @pytest.mark.parametrize("build", [llama, mistral, gemma3])
 def test_greedy_text_equals_plain_decoding_whatever_the_drafter(build, right):
+    """Of the case: its windows (8 and 4), prompt, lengths and drafters.
+
+    Its eager and sdpa, its two transformers majors and `crop(-n)` after every step do not apply: our own
+    attention and cache run in every target, and the cache keeps what a window no longer sees.
+    """
     target = Target(build().float())
     prompts = [PROMPT, PROMPT[3:8], [17]]
     texts = [greedy_text(target, prompt, 24) for prompt in prompts]
@@ -226,17 +232,25 @@ def test_positions_follow_accepted_plus_one(target, monkeypatch):
     text = greedy_text(target, prompt, 20)
     drafter = Scripted([prompt + text], lambda n: next(accepted, 0))
     calls, states = [], target.states
+    kept, commit_all = [], KVCache.commit_all
 
     def logged(ids, positions, layout, *, taps):
         calls.append(positions.tolist())
         return states(ids, positions, layout, taps=taps)
 
+    def committed(cache, requests, paths):
+        nodes = len(cache.pending[0])
+        commit_all(cache, requests, paths)
+        kept.append((cache.committed[0], nodes - len(paths[0])))
+
     monkeypatch.setattr(target, "states", logged)
+    monkeypatch.setattr(KVCache, "commit_all", committed)
     (fast,), _ = generate(
         target, [prompt], sampling=GREEDY, max_new_tokens=12, stop_ids=(), batch_size=1, drafter=drafter,
         plan=Plan(shape="chain", length=3),
     )  # fmt: skip
     assert calls[:4] == [[0, 1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [10, 11, 12, 13]]
+    assert kept[:4] == [(5, 0), (9, 0), (10, 3), (12, 2)]  # kv, removed: after the prompt, then each round
     assert [n for _, n, _ in drafter.proposed][:3] == [5, 9, 10]
     assert [1 + sum(r.emitted for r in fast.rounds[:i]) for i in (1, 2, 3)] == [5, 6, 8]
 

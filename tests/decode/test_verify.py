@@ -1,11 +1,14 @@
 """Exact losslessness: every outcome of coins and draws is enumerated with its probability, none is drawn."""
 
+import numpy as np
 import pytest
 import torch
 
-from spectrain.decode.exact import Process
-from spectrain.decode.sampling import DRAFT, Sampling, Streams
+from spectrain.decode import verify as rules
+from spectrain.decode.exact import Process, emitted, outcomes
+from spectrain.decode.sampling import COIN, DRAFT, RESIDUAL, Sampling, Streams
 from spectrain.decode.verify import check_proposal, verify
+from spectrain.eval.pit import chi_square_tail
 from spectrain.proposal import Proposal
 
 
@@ -90,10 +93,8 @@ def test_a_length_that_looks_at_the_drawn_token_is_lossy(law):
         chain = process.chain(1)(streams, text)
         return chain if chain.tokens[0] == 0 else Proposal(chain.tokens[:0], ())
 
-    emitted = [0.0, 0.0]
-    for text, _, chance in process.one_round(looking, law):
-        emitted[text[0]] += chance
-    assert emitted == pytest.approx([0.85, 0.15], abs=1e-6)
+    found = first_token([0.7, 0.3], looking, law)
+    assert found == pytest.approx([0.85, 0.15], abs=1e-6)
     assert process.distance(looking, law, length=2) == pytest.approx(0.15, abs=1e-6)
     assert process.distance(looking, "target_only", length=2) <= 1e-12
 
@@ -111,20 +112,35 @@ def test_a_length_that_looks_at_earlier_text_alone_is_exact(law):
 
 def one_level(p, propose, law):
     """Law of the first emitted token, and the acceptance of the first level."""
-    emitted, alphas, accepted = [0.0] * len(p), set(), 0.0
-    for text, verdict, chance in Process(0, len(p), p=p).one_round(propose, law):
-        emitted[text[0]] += chance
+    alphas, accepted = set(), 0.0
+    for _, verdict, chance in Process(0, len(p), p=p).one_round(propose, law):
         accepted += chance * (len(verdict.path) > 0)
         alphas.add(round(verdict.alphas[0], 6))
     (alpha,) = alphas
     assert alpha == pytest.approx(accepted, abs=1e-6)
-    return emitted, accepted
+    return first_token(p, propose, law), accepted
 
 
-def drawn_from(q):
+def first_token(p, propose, law, **settings):
+    """Law of the first emitted token, also of a rule with a planted fault; settings: those of `outcomes`."""
+    process, found = Process(0, len(p), p=p), [0.0] * len(p)
+
+    def run(streams):
+        proposal = propose(streams, ())
+        return emitted(proposal, process.verdict(proposal, (), law, streams))[0]
+
+    for token, chance in outcomes(run, **settings):
+        found[token] += chance
+    return found
+
+
+def drawn_from(q, stated=None):
+    """One token drawn from q, with the law `stated` where the proposal says another."""
+
     def propose(streams, text):
         law = torch.tensor([q])
-        return Proposal(torch.tensor(streams.pick(law, [0], [0], [0], DRAFT)), (-1,), q=law)
+        tokens = torch.tensor(streams.pick(law, [0], [0], [0], DRAFT))
+        return Proposal(tokens, (-1,), q=torch.tensor([stated or q]))
 
     return propose
 
@@ -132,17 +148,59 @@ def drawn_from(q):
 @pytest.mark.case("O-X03")
 def test_filters_on_both_sides_or_on_the_target_alone():
     p = [0.625, 0.375, 0.0, 0.0]  # [.5 .3 .15 .05] after top-k 2
-    emitted, alpha = one_level(p, drawn_from([0.0, 0.0, 3 / 7, 4 / 7]), "rejection")
-    assert emitted == pytest.approx(p, abs=1e-9) and alpha == 0
-    emitted, alpha = one_level(p, drawn_from([0.1, 0.2, 0.3, 0.4]), "rejection")
-    assert emitted == pytest.approx(p, abs=1e-7) and alpha == pytest.approx(0.3, abs=1e-7)
+    found, alpha = one_level(p, drawn_from([0.0, 0.0, 3 / 7, 4 / 7]), "rejection")
+    assert found == pytest.approx(p, abs=1e-9) and alpha == 0
+    found, alpha = one_level(p, drawn_from([0.1, 0.2, 0.3, 0.4]), "rejection")
+    assert found == pytest.approx(p, abs=1e-7) and alpha == pytest.approx(0.3, abs=1e-7)
+
+
+@pytest.mark.case("O-X03")
+def test_each_fault_of_filtering_one_side_gives_the_law_that_the_field_saw(monkeypatch):
+    raw, kept = [0.5, 0.3, 0.15, 0.05], [0.625, 0.375, 0.0, 0.0]
+    q, kept_q = [0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 3 / 7, 4 / 7]
+    raw_q_in_the_ratio = first_token(kept, drawn_from(kept_q, stated=q), "rejection")
+    assert raw_q_in_the_ratio == pytest.approx([0.75, 0.25, 0, 0], abs=1e-7)
+    raw_p_in_the_ratio = first_token(raw, drawn_from(q), "rejection")
+    assert raw_p_in_the_ratio == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=1e-7)
+    monkeypatch.setattr(rules, "_ratios", lambda p, q, offered: ([p[0, offered[0]].tolist()], [0.0]))
+    accepted_with_p = first_token(raw, drawn_from(q), "rejection")
+    assert accepted_with_p == pytest.approx([0.71, 0.225, 0.045, 0.02], abs=1e-7)
+
+
+@pytest.mark.case("O-X04")
+def test_one_number_for_coin_and_residual_gives_the_law_that_the_field_saw():
+    p, propose = [0.4, 0.1, 0.3, 0.2], drawn_from([0.1, 0.5, 0.2, 0.2])
+    assert first_token(p, propose, "rejection") == pytest.approx(p, abs=1e-7)
+
+    def shared(root_position, slot, purpose):
+        return root_position, slot, COIN if purpose == RESIDUAL else purpose
+
+    found = first_token(p, propose, "rejection", key=shared)
+    assert found == pytest.approx([0.375, 0.1, 0.325, 0.2], abs=1e-7)
+
+
+@pytest.mark.case("O-X04")
+@pytest.mark.parametrize("reused", [False, True])
+def test_400000_draws_tell_a_reused_number_from_one_of_its_own(reused):
+    """The rule of `rejection` on arrays; the reuse leaves the acceptance rate right."""
+    p, q, n = np.array([0.4, 0.1, 0.3, 0.2]), np.array([0.1, 0.5, 0.2, 0.2]), 400_000
+    drafts, coins, others = np.random.default_rng(0).random((3, n))
+    tokens = np.searchsorted(q.cumsum(), drafts, side="right")
+    is_kept = coins < np.minimum(1, p / q)[tokens]
+    residual = np.maximum(p - q, 0).cumsum() / np.maximum(p - q, 0).sum()
+    bonus = np.searchsorted(residual, coins if reused else others, side="right")
+    found = np.bincount(np.where(is_kept, tokens, bonus), minlength=4) / n
+    assert is_kept.mean() == pytest.approx(0.6, abs=0.003)
+    assert found == pytest.approx([0.375, 0.1, 0.325, 0.2] if reused else p, abs=0.003)
+    p_value = chi_square_tail((n * (found - p) ** 2 / p).sum(), 3)
+    assert p_value < 1e-100 if reused else p_value > 0.01
 
 
 @pytest.mark.case("O-X04")
 def test_the_residual_uses_its_own_number():
     p, q = [0.4, 0.1, 0.3, 0.2], [0.1, 0.5, 0.2, 0.2]
-    emitted, alpha = one_level(p, drawn_from(q), "rejection")
-    assert emitted == pytest.approx(p, abs=1e-7) and alpha == pytest.approx(0.6, abs=1e-7)
+    found, alpha = one_level(p, drawn_from(q), "rejection")
+    assert found == pytest.approx(p, abs=1e-7) and alpha == pytest.approx(0.6, abs=1e-7)
     streams, counts, n = Streams(Sampling(temperature=1.0, seed=1), [0]), [0] * 4, 20000
     law = torch.tensor([p])
     proposals = [
@@ -168,14 +226,26 @@ def test_the_residual_uses_its_own_number():
 @pytest.mark.case("O-X05")
 def test_siblings_1_then_0_of_the_field_case():
     siblings = Proposal(torch.tensor([1, 0]), (-1, -1))
-    emitted, alpha = one_level([0.5, 0.3, 0.2], lambda streams, text: siblings, "target_only")
-    assert emitted == pytest.approx([0.5, 0.3, 0.2], abs=1e-7) and alpha == pytest.approx(0.8, abs=1e-7)
+    found, alpha = one_level([0.5, 0.3, 0.2], lambda streams, text: siblings, "target_only")
+    assert found == pytest.approx([0.5, 0.3, 0.2], abs=1e-7) and alpha == pytest.approx(0.8, abs=1e-7)
+
+
+@pytest.mark.case("O-X05")
+def test_siblings_without_the_adjusted_p_give_the_laws_of_the_field_case(monkeypatch):
+    p, siblings = [0.5, 0.3, 0.2], Proposal(torch.tensor([1, 0]), (-1, -1))
+    monkeypatch.setattr(rules, "or_target", lambda residual, original: original)
+    found = first_token(p, lambda streams, text: siblings, "target_only")
+    assert found == pytest.approx([0.6, 0.36, 0.04], abs=1e-7)  # the last draw alone is from the original p
+    not_renormalised = [[0.3, (1 - 0.3) * 0.5]]  # a coin of p(0) = .5 behind the refusal of 1
+    monkeypatch.setattr(rules, "gather", lambda law, sums, offered: not_renormalised)
+    found = first_token(p, lambda streams, text: siblings, "target_only")
+    assert found == pytest.approx([0.525, 0.405, 0.07], abs=1e-7)
 
 
 def test_children_that_hold_all_the_mass_leave_no_residual():
     siblings = Proposal(torch.tensor([2, 0, 1]), (-1, -1, -1))
-    emitted, alpha = one_level([0.1, 0.2, 0.7], lambda streams, text: siblings, "target_only")
-    assert emitted == pytest.approx([0.1, 0.2, 0.7], abs=1e-7) and alpha == pytest.approx(1)
+    found, alpha = one_level([0.1, 0.2, 0.7], lambda streams, text: siblings, "target_only")
+    assert found == pytest.approx([0.1, 0.2, 0.7], abs=1e-7) and alpha == pytest.approx(1)
 
 
 def test_equal_laws_always_accept():

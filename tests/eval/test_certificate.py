@@ -1,5 +1,6 @@
 """The certificate passes the right engine, fails wrong texts, and excuses only what arithmetic explains."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,19 @@ from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import certificate
-from spectrain.eval.certificate import Difference, Question, bf16_step, certify, examine, first_difference
+from spectrain.eval.certificate import (
+    Difference,
+    Question,
+    bf16_step,
+    certify,
+    compare_run,
+    examine,
+    first_difference,
+)
 from spectrain.eval.records import Text
 from spectrain.eval.speed import EngineArm
-from spectrain.target import TargetStates
+from spectrain.target import Target, TargetStates
+from spectrain.testing import Bigram
 
 CHAIN = DecodeRunConfig(name="chain", dtype="float32", length=3)
 TREE = replace(CHAIN, name="tree", proposal="tree", law="target_only", nodes=6, top_k=2)
@@ -39,8 +49,10 @@ def text(*ids: int) -> Generation:
     return Generation((0,), ids, "length")
 
 
-def decoded(target, drafter, run: DecodeRunConfig, tokens: int = 40, **changes) -> list[Generation]:
-    arm = EngineArm(target, drafter, replace(run, **changes), tokens, 4, seed=3, record_orders=True)
+def decoded(
+    target, drafter, run: DecodeRunConfig, tokens: int = 40, *, batch: int = 4, **changes
+) -> list[Generation]:
+    arm = EngineArm(target, drafter, replace(run, **changes), tokens, batch, seed=3, record_orders=True)
     return arm.decode([q.ids for q in QUESTIONS], [q.key for q in QUESTIONS])[0]
 
 
@@ -110,6 +122,37 @@ def test_the_right_engine_passes(target, drafter):
     assert not any(r["impossible"] for r in sampling["runs"])
     assert all(r["acceptance"]["p_value"] < 1 for r in sampling["runs"])
     assert found["seconds"] > 0
+
+
+@pytest.fixture(scope="module")
+def two_dtypes(target):
+    """The target with smaller embeddings, so that ties come up, and the same with its weights in bfloat16."""
+    exact = deepcopy(target.model)
+    with torch.no_grad():
+        exact.model.embed_tokens.weight.mul_(3 / 8)
+    rounded = deepcopy(exact)
+    for parameter in rounded.parameters():  # not the rotary frequencies, which a loaded target has in float32
+        parameter.data = parameter.bfloat16()
+    return Target(exact), Target(rounded)
+
+
+@pytest.mark.case("O-X09")
+@pytest.mark.parametrize("run", [CHAIN, TREE], ids=["chain", "tree"])
+def test_greedy_bfloat16_text_is_that_of_plain_bfloat16_decoding_but_for_ties(two_dtypes, run):
+    exact, rounded = two_dtypes
+    assert rounded.dtype == torch.bfloat16
+    settings = {"dtype": "bfloat16", "tokens": 60, "batch": 2}
+    plain, fast = (decoded(rounded, drafter, run, **settings) for drafter in (None, Bigram(rounded)))
+    texts = [
+        Text(q.id, "chat", 0, i, b, a, UNTIMED, UNTIMED)
+        for i, (q, a, b) in enumerate(zip(QUESTIONS, plain, fast, strict=True))
+    ]
+    found = compare_run(exact, replace(run, dtype="bfloat16"), texts)
+    assert found["difference_list"] == []
+    ties = {tie["text"]: tie["place"] for tie in found["ties"]}  # a text is compared up to its first tie
+    assert found["identical"] == len(QUESTIONS) - len(ties)
+    assert sum(ties.get(text.id, len(text.plain.ids)) for text in texts) > 180  # of about 360 tokens
+    assert sum(r.accepted for text in fast for r in text.rounds) > 20
 
 
 def test_the_certificate_ends_where_progress_bars_are_switched_off(target, drafter, monkeypatch):

@@ -54,7 +54,13 @@ def test_a_residual_that_reuses_the_coin_is_caught():
 @pytest.mark.case("O-X03")
 @pytest.mark.parametrize(
     ("emitted", "is_right"),
-    [((0.625, 0.375, 0, 0), True), ((0.75, 0.25, 0, 0), False), ((0.71, 0.29, 0, 0), False)],
+    [
+        ((0.625, 0.375, 0, 0), True),
+        ((0.75, 0.25, 0, 0), False),
+        ((0.5, 0.3, 0.15, 0.05), False),
+        ((0.71, 0.225, 0.045, 0.02), False),
+        ((0.71, 0.29, 0, 0), False),
+    ],
 )
 def test_a_filter_on_one_side_is_caught(emitted, is_right):
     rng = np.random.default_rng(0)
