@@ -220,7 +220,7 @@ def layer_convention(e: Folder) -> Iterator[str]:
     """The layers whose input an engine captures must be those of training, and the same in each engine."""
     if e.form != "eagle3":
         raise DoesNotApply("no tapped layers")
-    n, nested = e.target.num_hidden_layers, e.config.get("eagle_config", {}).get(IDS_KEY)
+    n, nested = e.target.num_hidden_layers, (e.config.get("eagle_config") or {}).get(IDS_KEY)
     points = {"vllm": e.config.get(IDS_KEY) or [2, n // 2, n - 3]}
     shift = sglang_shift(e.target.model_type, nested[0]) if nested else 0
     points["sglang"] = [k + shift for k in nested] if nested else [2, n // 2, n - 3]
