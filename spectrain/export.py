@@ -25,7 +25,7 @@ import torch
 
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
 from spectrain.checkpoint import best, check_target
-from spectrain.checks import choose
+from spectrain.checks import CheckFailed, choose
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
 from spectrain.export_models import SHARD, rounded, write_mtp, write_standalone
@@ -71,8 +71,8 @@ def export(config: RunConfig, target: Target, drafter, folder: Path) -> list[Pat
     """Write, for the engines of the settings, each form of the family below `folder`, check it, then give it
     its name; returns their paths.
 
-    drafter: the trained module. Raises ValueError where an engine serves no such drafter, or the files would
-    not compute the drafter's logits.
+    drafter: the trained module. Raises ValueError where an engine serves no such drafter, CheckFailed where
+    the files would not compute the drafter's logits.
     """
     check_untrained(target, drafter, config.export)
     found = forms(config.drafter.family, config.export.engine)
@@ -132,7 +132,7 @@ def check(folder: Path, target: Target) -> float:
     logits.
 
     Returns the largest difference of a logit. Raises ValueError naming file, key or tensor where the folder
-    is not complete, was made for another target, or computes other logits.
+    is not complete or was made for another target, CheckFailed where it computes other logits.
     """
     replay = open_replay(folder)
     check_target(folder, json.loads(replay.metadata["target"]), target.fingerprint())
@@ -155,13 +155,13 @@ def check(folder: Path, target: Target) -> float:
 def _difference(
     folder: Path, replay: Replay | Eagle1Replay | MedusaReplay | HydraReplay | MtpReplay
 ) -> float:
-    """The largest difference of a logit from the recorded ones; ValueError above the bound."""
+    """The largest difference of a logit from the recorded ones; CheckFailed above the bound."""
     fixture = read_tensors(folder / "check" / "replay.safetensors")
     worst = (replay.replayed(fixture) - fixture["logits"]).abs().max().item()
     bound = TOLERANCE * max(1.0, fixture["logits"].abs().max().item())
     if not worst <= bound:
         weights = folder / (SHARD if isinstance(replay, MtpReplay) else "model.safetensors")
-        raise ValueError(
+        raise CheckFailed(
             f"{weights}: replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
         )
     return worst

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 
 from spectrain.artifacts import read_json, write_json
 from spectrain.config import RunConfig
+from spectrain.checks import CheckFailed
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.prompts import load_prompts, render
@@ -44,7 +45,7 @@ SHOWN = 5  # most likely tokens that plain vLLM tells of each place
 log = logging.getLogger(__name__)
 
 
-class Disagreement(Exception):
+class Disagreement(CheckFailed):
     """The engine does not load the drafter, writes other text with it or accepts other numbers of tokens."""
 
 

@@ -52,8 +52,8 @@ RECORDS = ("manifest.json", "current.json")  # rewritten even where the result i
 def run(config: RunConfig) -> Path:
     """Do the stages of `config.stages` in the order of the road; returns the run folder.
 
-    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, Disagreement
-    when an engine does not serve the drafter as it was trained.
+    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, CheckFailed
+    when an export is not the drafter that was trained, or an engine does not serve it so.
     """
     road = Road(config)
     walk(road)

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, medusa
 from spectrain.export import export
@@ -302,10 +303,10 @@ def test_all_exports_below_a_folder_are_examined_and_failures_are_named(good, ta
     copied = shutil.copytree(good, tmp_path / "export")
     examine_all(copied, target.config, ENGINES)
     (copied / "medusa" / "medusa_lm_head.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="medusa: rule 11, values$"):
+    with pytest.raises(CheckFailed, match="medusa: rule 11, values$"):
         examine_all(copied, target.config, ENGINES)
     assert "FAIL 11 values" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="eagle1: rule 1, config keys; eagle1: rule 6"):
+    with pytest.raises(CheckFailed, match="eagle1: rule 1, config keys; eagle1: rule 6"):
         examine_all(copied / "eagle1", target.config, ENGINES)
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, medusa, mtp, standalone
 from spectrain.export import check, export
@@ -67,7 +68,7 @@ def test_a_changed_weight_of_eagle1_fails_its_replay(llama, tmp_path):
     swapped = tensors["fc.weight"].roll(D, 1).contiguous()
     metadata = {"target": json.dumps(llama.fingerprint())}
     save_file({**tensors, "fc.weight": swapped}, folder / "model.safetensors", metadata)
-    with pytest.raises(ValueError, match="replayed logits differ"):
+    with pytest.raises(CheckFailed, match="replayed logits differ"):
         check(folder, llama)
 
 
