@@ -35,6 +35,8 @@ from spectrain.replay_heads import PICKLES, Eagle1Replay, HydraReplay, MedusaRep
 from spectrain.replay_mtp import MtpReplay
 from spectrain.target import Target
 
+FORM = 1
+"""Raise when the files of an export change: those of older code are then made anew."""
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
 SHOWN = 64  # rows of the target's head in the recorded draft of a family that drafts through it
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
@@ -234,6 +236,14 @@ def model_card(
         "draft vocabulary": f"{len(drafter.kept_ids):,} of {target.vocab_size:,} ids",
         "weights": config.export.dtype,
     }
+    lines = "\n".join(f"- {name}: {value}" for name, value in {**facts, **reached(run_dir)}.items())
+    use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
+    return CARD.format(family=family, facts=lines, use=use, contents=contents)
+
+
+def reached(run_dir: Path) -> dict[str, str]:
+    """What the card says of training and evaluation, as far as they are done."""
+    facts = {}
     if checkpoint := best(run_dir):
         state = read_json(checkpoint / "state.json")
         facts["training"] = f"{state['step']:,} steps, {state['counters']['tokens']:,} tokens"
@@ -241,9 +251,7 @@ def model_card(
             facts["tau"] = f"{state['tau']:.3f} on held-out prompts at the end of training"
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
         facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
-    return CARD.format(family=family, facts=lines, use=use, contents=contents)
+    return facts
 
 
 def _launch(drafter, engine: str, length: int) -> str:

@@ -254,7 +254,7 @@ def evaluate(road: Road) -> None:
 
 
 def export(road: Road) -> None:
-    from spectrain.export import export
+    from spectrain.export import FORM, export, reached
 
     folder, target = road.folder / "export", road.trained_target(road.config.target.dtype)
     drafter = road.trained_drafter(target)
@@ -263,6 +263,8 @@ def export(road: Road) -> None:
     best = checkpoint.best(road.folder)
     assert best is not None, "trained_drafter raises without a checkpoint"
     settings = {
+        "form": FORM,
+        "reached": reached(road.folder),
         "checkpoint": hash_file(best / "manifest.json"),
         "target": target.fingerprint(),
         "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},
