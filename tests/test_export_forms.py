@@ -11,7 +11,7 @@ from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, medusa, mtp, standalone
 from spectrain.export import check, export
-from spectrain.export_forms import PAGE, page
+from spectrain.export_forms import PAGE, page, table
 from spectrain.target import Target
 from spectrain.testing import byte_tokenizer, tiny_llama
 
@@ -45,6 +45,10 @@ def read(folder):
 
 def test_the_table_of_families_and_engines_is_current():
     assert PAGE.read_text() == page(PAGE.read_text()), "run python -m spectrain.export_forms"
+
+
+def test_the_table_says_which_families_come_later():
+    assert "\nP-EAGLE, DFlash and DSpark" in table()
 
 
 @pytest.mark.parametrize("layers", [1, 2])
