@@ -85,8 +85,8 @@ def _run(words: list[str], debug: bool) -> int:
     from spectrain.compose import compose
 
     config = compose(words)
+    from spectrain.checks import CheckFailed
     from spectrain.eval.certificate import CertificateFailed
-    from spectrain.serve_check import Disagreement
     from spectrain.stages import EVERY_PROCESS, run
 
     if config.processes > 1 and "WORLD_SIZE" not in os.environ and {*config.stages} & {*EVERY_PROCESS}:
@@ -98,7 +98,7 @@ def _run(words: list[str], debug: bool) -> int:
         run(config)
     except CertificateFailed as error:
         return _fail(error, 3, debug)
-    except Disagreement as error:
+    except CheckFailed as error:
         return _fail(error, 1, debug)
     return 0
 

@@ -1,6 +1,10 @@
 """Checks of single settings; the ValueError names key, value and what is allowed."""
 
 
+class CheckFailed(Exception):
+    """What was made is not what it must be; wrong input is a ValueError."""
+
+
 def choose(key: str, value: object, allowed: tuple) -> None:
     """Raise ValueError naming key, value and allowed values unless `value` is one of them."""
     if value not in allowed:

@@ -329,10 +329,8 @@ class RunConfig:
         if self.target.server.given and (decoding or self.train.eval_every):
             what = f"stages={decoding}" if decoding else f"train.eval_every={self.train.eval_every}"
             raise ValueError(f"target.server: gives states, does not decode; expected none of {what}")
-        if "serve_check" in self.stages and not self.serve.python:
-            raise ValueError(
-                "serve.python: stages=serve_check needs it: the Python of an environment with vLLM"
-            )
+        if "serve_check" in self.stages:
+            self.serve.check(self.export.engine)
         self._check_joint()
         if {"prepare", "doctor", "compare"} & {*self.stages} and not self.corpus.path:
             raise ValueError(f"corpus.path: recipe {self.recipe} needs it: corpus.path=VALUE")

@@ -25,7 +25,7 @@ import torch
 
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
 from spectrain.checkpoint import best, check_target
-from spectrain.checks import choose
+from spectrain.checks import CheckFailed, choose
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
 from spectrain.export_models import SHARD, rounded, write_mtp, write_standalone
@@ -35,6 +35,8 @@ from spectrain.replay_heads import PICKLES, Eagle1Replay, HydraReplay, MedusaRep
 from spectrain.replay_mtp import MtpReplay
 from spectrain.target import Target
 
+FORM = 1
+"""Raise when the files of an export change: those of older code are then made anew."""
 CHECK_ROWS, CHECK_STEPS, CHECK_SEED = 16, 3, 20251
 SHOWN = 64  # rows of the target's head in the recorded draft of a family that drafts through it
 TOLERANCE = 1e-5  # of the largest logit: two float32 programs that sum in another order
@@ -71,8 +73,8 @@ def export(config: RunConfig, target: Target, drafter, folder: Path) -> list[Pat
     """Write, for the engines of the settings, each form of the family below `folder`, check it, then give it
     its name; returns their paths.
 
-    drafter: the trained module. Raises ValueError where an engine serves no such drafter, or the files would
-    not compute the drafter's logits.
+    drafter: the trained module. Raises ValueError where an engine serves no such drafter, CheckFailed where
+    the files would not compute the drafter's logits.
     """
     check_untrained(target, drafter, config.export)
     found = forms(config.drafter.family, config.export.engine)
@@ -132,7 +134,7 @@ def check(folder: Path, target: Target) -> float:
     logits.
 
     Returns the largest difference of a logit. Raises ValueError naming file, key or tensor where the folder
-    is not complete, was made for another target, or computes other logits.
+    is not complete or was made for another target, CheckFailed where it computes other logits.
     """
     replay = open_replay(folder)
     check_target(folder, json.loads(replay.metadata["target"]), target.fingerprint())
@@ -155,13 +157,13 @@ def check(folder: Path, target: Target) -> float:
 def _difference(
     folder: Path, replay: Replay | Eagle1Replay | MedusaReplay | HydraReplay | MtpReplay
 ) -> float:
-    """The largest difference of a logit from the recorded ones; ValueError above the bound."""
+    """The largest difference of a logit from the recorded ones; CheckFailed above the bound."""
     fixture = read_tensors(folder / "check" / "replay.safetensors")
     worst = (replay.replayed(fixture) - fixture["logits"]).abs().max().item()
     bound = TOLERANCE * max(1.0, fixture["logits"].abs().max().item())
     if not worst <= bound:
         weights = folder / (SHARD if isinstance(replay, MtpReplay) else "model.safetensors")
-        raise ValueError(
+        raise CheckFailed(
             f"{weights}: replayed logits differ from the trained drafter's by {worst:.3g} (bound {bound:.3g})"
         )
     return worst
@@ -234,6 +236,14 @@ def model_card(
         "draft vocabulary": f"{len(drafter.kept_ids):,} of {target.vocab_size:,} ids",
         "weights": config.export.dtype,
     }
+    lines = "\n".join(f"- {name}: {value}" for name, value in {**facts, **reached(run_dir)}.items())
+    use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
+    return CARD.format(family=family, facts=lines, use=use, contents=contents)
+
+
+def reached(run_dir: Path) -> dict[str, str]:
+    """What the card says of training and evaluation, as far as they are done."""
+    facts = {}
     if checkpoint := best(run_dir):
         state = read_json(checkpoint / "state.json")
         facts["training"] = f"{state['step']:,} steps, {state['counters']['tokens']:,} tokens"
@@ -241,9 +251,7 @@ def model_card(
             facts["tau"] = f"{state['tau']:.3f} on held-out prompts at the end of training"
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
         facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
-    return CARD.format(family=family, facts=lines, use=use, contents=contents)
+    return facts
 
 
 def _launch(drafter, engine: str, length: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from spectrain.artifacts import read_json, read_tensors
+from spectrain.checks import CheckFailed
 from spectrain.drafters.eagle3_forms import UNKNOWN
 from spectrain.export_files import ARCHITECTURES, INDEX, KEYS, NOT_FLOAT, Folder
 from spectrain.replay import IDS_KEY, SPECULATORS_KEY, inv_freq, sglang_shift
@@ -55,7 +56,7 @@ def examine_all(folder: Path, target: Any, engines: Sequence[str]) -> None:
     """Print the findings of a folder for `engines`, or of every export below it for those of them that it was
     written for; target: the config of the text model.
 
-    Raises ValueError naming the rules that failed, or where there is nothing to examine.
+    Raises CheckFailed naming the rules that failed, ValueError where there is nothing to examine.
     """
     alone = (folder / "config.json").exists()
     inside = [folder] if alone else [path.parent for path in sorted(folder.glob("*/config.json"))]
@@ -72,7 +73,7 @@ def examine_all(folder: Path, target: Any, engines: Sequence[str]) -> None:
         print(page(path, findings))
         failed += [f"{path.name}: rule {f.rule}, {f.name}" for f in findings if f.faults]
     if failed:
-        raise ValueError(f"export.path={folder}: {'; '.join(failed)}")
+        raise CheckFailed(f"export.path={folder}: {'; '.join(failed)}")
 
 
 def page(path: Path, findings: Sequence[Finding]) -> str:
@@ -220,7 +221,7 @@ def layer_convention(e: Folder) -> Iterator[str]:
     """The layers whose input an engine captures must be those of training, and the same in each engine."""
     if e.form != "eagle3":
         raise DoesNotApply("no tapped layers")
-    n, nested = e.target.num_hidden_layers, e.config.get("eagle_config", {}).get(IDS_KEY)
+    n, nested = e.target.num_hidden_layers, (e.config.get("eagle_config") or {}).get(IDS_KEY)
     points = {"vllm": e.config.get(IDS_KEY) or [2, n // 2, n - 3]}
     shift = sglang_shift(e.target.model_type, nested[0]) if nested else 0
     points["sglang"] = [k + shift for k in nested] if nested else [2, n // 2, n - 3]

@@ -131,7 +131,7 @@ class Folder:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        return self.config.get("text_config", self.config)
+        return self.config.get("text_config") or self.config
 
     @property
     def mtp_count(self) -> int:
@@ -147,7 +147,7 @@ class Folder:
     @cached_property
     def num_taps(self) -> int:
         """Aux states that fc reads, by the config; three where it says nothing, as engines assume."""
-        ids = self.config.get(IDS_KEY) or self.config.get("eagle_config", {}).get(IDS_KEY)
+        ids = self.config.get(IDS_KEY) or (self.config.get("eagle_config") or {}).get(IDS_KEY)
         return self.config.get("num_aux_hidden_states") or len(ids or (0, 0, 0))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -37,7 +37,7 @@ def method(family: str, engine: str) -> str | None:
 
 
 def table() -> str:
-    """Every family and engine: the folder and the method's name, or why there is none."""
+    """By family and engine: the folder and the method's name, or why there is none; then what comes later."""
     lines = ["| family | " + " | ".join(ENGINES) + " |", "| --- " * (len(ENGINES) + 1) + "|"]
     for family in families():
         module = importlib.import_module(f"spectrain.drafters.{family}")
@@ -49,6 +49,7 @@ def table() -> str:
             else:
                 cells.append(f"no: {module.NOT_SERVED[engine]}")
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    lines += ["", "P-EAGLE, DFlash and DSpark: neither drafter nor export yet; they come later."]
     return "\n".join(lines) + "\n"
 
 

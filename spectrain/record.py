@@ -31,7 +31,8 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
         write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
-        self.first = next((loss for line in kept if (loss := json.loads(line).get("train/loss"))), None)
+        losses = (json.loads(line).get("train/loss") for line in kept)
+        self.first: float | None = next((loss for loss in losses if loss), None)
         self.told = False
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self.wandb = open_wandb(folder, asdict(config)) if config.wandb.enabled else None
@@ -45,7 +46,7 @@ class Record:
             self.wandb.log(_flat(line))
         loss = line.get("train/loss")
         self.first = self.first or loss
-        if not self.told and loss and loss > RISEN * self.first:
+        if not self.told and loss and self.first and loss > RISEN * self.first:
             self.told = True
             log.warning(
                 "step %d: the loss is %.4g, the first step had %.4g: training diverges; lower "

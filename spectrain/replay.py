@@ -133,7 +133,7 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
     is."""
     if SPECULATORS_KEY not in config:
         return config
-    found = {**config.get("transformer_layer_config", {}), **config}
+    found = {**(config.get("transformer_layer_config") or {}), **config}
     found |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
     if config[SPECULATORS_KEY] == "eagle3":
         found["num_aux_hidden_states"] = len(config.get(IDS_KEY) or (0, 0, 0))
@@ -180,9 +180,10 @@ def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
 
     Raises ValueError for an unknown type, a missing or unknown setting, and dialects that differ.
     """
-    old = {"rope_theta": config.get("rope_theta"), **config.get("rope_scaling", {"rope_type": "default"})}
-    rope = config.get("rope_parameters", old)
-    kind, theta, K = rope.get("rope_type"), rope.get("rope_theta"), config["head_dim"]
+    scaling = config.get("rope_scaling", {"rope_type": "default"})
+    old = _named({"rope_theta": config.get("rope_theta"), **scaling})
+    rope = _named(config.get("rope_parameters", old))
+    kind, K = rope.get("rope_type"), config["head_dim"]
     if kind not in ROPE_KEYS:
         raise ValueError(f"config.json: rope_type={kind!r}: expected one of {', '.join(ROPE_KEYS)}")
     needed, allowed = ROPE_KEYS[kind]
@@ -193,6 +194,7 @@ def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
         raise ValueError(f"config.json: rope_parameters.{unknown[0]} is not known for rope_type={kind!r}")
     if "rope_theta" in config and rope != old:
         raise ValueError(f"config.json: rope_parameters={rope} differs from rope_theta, rope_scaling={old}")
+    theta = rope["rope_theta"]
     plain = theta ** -(torch.arange(0, K, 2, dtype=torch.float32) / K)
     if kind == "default":
         return plain, 1.0
@@ -213,6 +215,12 @@ def inv_freq(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
     low, high = max(low, 0), min(high, K - 1)
     stretch = ((torch.arange(K // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
     return torch.lerp(plain, stretched, stretch), 0.1 * math.log(rope["factor"]) + 1
+
+
+def _named(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, with `rope_type` for the `type` of older writers."""
+    kind = {"rope_type": rope.get("type"), **rope}
+    return {key: value for key, value in kind.items() if key != "type" and value is not None}
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

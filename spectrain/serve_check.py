@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from spectrain.artifacts import read_json, write_json
+from spectrain.checks import CheckFailed
 from spectrain.config import RunConfig
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
@@ -44,7 +46,7 @@ SHOWN = 5  # most likely tokens that plain vLLM tells of each place
 log = logging.getLogger(__name__)
 
 
-class Disagreement(Exception):
+class Disagreement(CheckFailed):
     """The engine does not load the drafter, writes other text with it or accepts other numbers of tokens."""
 
 
@@ -83,8 +85,9 @@ def serve_check(
         speculative = {**base, "speculative_config": {**drafts, "model": str(exported)}}
     request = {"prompts": ids, "tokens": serve.tokens, "logprobs": SHOWN}
     place = folder / "serve_check"
-    plain = run_engine(serve.python, place, "plain", {**request, "engine": base})
-    served = run_engine(serve.python, place, "speculative", {**request, "engine": speculative, "logprobs": 0})
+    python = serve.python or sys.executable
+    plain = run_engine(python, place, "plain", {**request, "engine": base})
+    served = run_engine(python, place, "speculative", {**request, "engine": speculative, "logprobs": 0})
     target, drafter = load_both()
     result: dict[str, Any] = {
         "engine": f"vllm {served['version']}",

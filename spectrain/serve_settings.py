@@ -3,7 +3,10 @@
 Knows no vLLM and starts nothing (`spectrain/serve_check.py` does).
 """
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from spectrain.checks import above_zero, at_least
 
@@ -11,7 +14,7 @@ from spectrain.checks import above_zero, at_least
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     python: str = ""
-    """Python of an environment with vLLM, which the stage serve_check starts."""
+    """Python of an environment with vLLM, which the stage serve_check starts; empty: this one."""
     drafter: str = ""
     """Exported folder that is served; empty: the run's own, in export/."""
     prompts: int = 40
@@ -30,3 +33,13 @@ class ServeConfig:
         for name in ("tokens", "length", "batch"):
             at_least(f"serve.{name}", getattr(self, name), 1)
         above_zero("serve.bound", self.bound)
+
+    def check(self, engines: Sequence[str]) -> None:
+        """Raise ValueError where serve_check cannot run: `engines` of the export without vLLM, or no vLLM
+        here."""
+        if "vllm" not in engines:
+            raise ValueError(
+                f"export.engine={list(engines)}: stages=serve_check runs vllm; expected vllm among them"
+            )
+        if not self.python and find_spec("vllm") is None:
+            raise ValueError(f"serve.python='': {sys.executable} has no vllm; expected a Python that has it")

@@ -52,8 +52,8 @@ RECORDS = ("manifest.json", "current.json")  # rewritten even where the result i
 def run(config: RunConfig) -> Path:
     """Do the stages of `config.stages` in the order of the road; returns the run folder.
 
-    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, Disagreement
-    when an engine does not serve the drafter as it was trained.
+    Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, CheckFailed
+    when an export is not the drafter that was trained, or an engine does not serve it so.
     """
     road = Road(config)
     walk(road)
@@ -254,7 +254,7 @@ def evaluate(road: Road) -> None:
 
 
 def export(road: Road) -> None:
-    from spectrain.export import export
+    from spectrain.export import FORM, export, reached
 
     folder, target = road.folder / "export", road.trained_target(road.config.target.dtype)
     drafter = road.trained_drafter(target)
@@ -263,6 +263,8 @@ def export(road: Road) -> None:
     best = checkpoint.best(road.folder)
     assert best is not None, "trained_drafter raises without a checkpoint"
     settings = {
+        "form": FORM,
+        "reached": reached(road.folder),
         "checkpoint": hash_file(best / "manifest.json"),
         "target": target.fingerprint(),
         "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},

@@ -9,9 +9,11 @@ import pytest
 
 from spectrain import __main__ as command
 from spectrain import __version__, stages
+from spectrain.checks import CheckFailed
 from spectrain.compose import recipe_names
 from spectrain.config import STAGES
 from spectrain.eval.certificate import CertificateFailed
+from spectrain.serve_check import Disagreement
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,6 +83,12 @@ def test_wrong_input_found_on_the_way_is_code_2(quiet, capsys, monkeypatch):
 def test_a_full_disk_is_code_1(quiet, capsys, monkeypatch):
     assert fail_with(monkeypatch, OSError(28, "disk full", "x.safetensors")) == 1
     assert capsys.readouterr().err == "error: [Errno 28] disk full: 'x.safetensors'\n"
+
+
+@pytest.mark.parametrize("error", [CheckFailed, Disagreement])
+def test_a_failed_check_of_an_export_is_code_1(quiet, capsys, monkeypatch, error):
+    assert fail_with(monkeypatch, error("eagle3: rule 11, values")) == 1
+    assert capsys.readouterr().err == "error: eagle3: rule 11, values\n"
 
 
 def test_a_failed_certificate_is_code_3(quiet, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from spectrain.artifacts import write_json
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle3
 from spectrain.export import check, check_untrained, engine_config, export, rope_dialects
@@ -162,7 +163,7 @@ def test_one_random_weight_fails_the_check_with_the_difference(name, tmp_path):
     folder = exported(target, tmp_path)
     weight = load_file(folder / "model.safetensors")[name]
     rewrite(folder, **{name: torch.randn_like(weight)})
-    with pytest.raises(ValueError, match=r"replayed logits differ .* by [\d.e-]+ \(bound"):
+    with pytest.raises(CheckFailed, match=r"replayed logits differ .* by [\d.e-]+ \(bound"):
         check(folder, target)
 
 

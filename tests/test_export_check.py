@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, medusa
 from spectrain.export import export
@@ -261,27 +262,51 @@ def test_a_rope_in_one_dialect_only_is_named(copy):
     assert "key rope_theta is missing" in folder.failed()["config keys"]
 
 
-def test_a_folder_of_others_has_no_recorded_draft_and_engines_must_agree(copy):
+@pytest.fixture
+def foreign(copy):
+    """A good folder as others write it: no recorded draft, no metadata, the layer's other name."""
     folder = copy("eagle3")
     shutil.rmtree(folder.path / "check")
     tensors = load_file(folder.path / "model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
     save_file(renamed, folder.path / "model.safetensors")
-    assert folder.failed() == {}
-    folder.config(eagle_config=...)
-    assert folder.failed()["layer convention"] == (
-        "sglang captures the inputs of layers [2, 3, 3]: vllm of [2, 3, 5]"
-    )
+    return folder
+
+
+@pytest.mark.parametrize("nothing", [..., None])
+def test_a_folder_of_others_has_no_recorded_draft_and_engines_must_agree(foreign, nothing):
+    assert foreign.failed() == {}
+    foreign.config(eagle_config=nothing)
+    assert foreign.failed() == {
+        "layer convention": "sglang captures the inputs of layers [2, 3, 3]: vllm of [2, 3, 5]"
+    }
+    foreign.config(eagle_aux_hidden_state_layer_ids=nothing, num_aux_hidden_states=nothing)
+    assert foreign.failed() == {}, "both engines take the same three layers"
+
+
+def test_sections_that_are_null_are_as_if_they_were_not_there(foreign):
+    foreign.config(text_config=None)
+    assert foreign.failed() == {}
+    foreign.config(speculators_model_type="eagle3", transformer_layer_config=None)
+    assert foreign.failed() == {}
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_a_rope_of_older_readers_alone_is_read_by_either_key(foreign, key):
+    foreign.config(rope_parameters=..., rope_scaling={key: "default"})
+    assert foreign.failed() == {}
+    foreign.config(rope_scaling={key: "linear", "factor": 2.0})
+    assert foreign.failed()["config keys"].startswith("rotary frequencies [0.5, ")
 
 
 def test_all_exports_below_a_folder_are_examined_and_failures_are_named(good, target, tmp_path, capsys):
     copied = shutil.copytree(good, tmp_path / "export")
     examine_all(copied, target.config, ENGINES)
     (copied / "medusa" / "medusa_lm_head.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="medusa: rule 11, values$"):
+    with pytest.raises(CheckFailed, match="medusa: rule 11, values$"):
         examine_all(copied, target.config, ENGINES)
     assert "FAIL 11 values" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="eagle1: rule 1, config keys; eagle1: rule 6"):
+    with pytest.raises(CheckFailed, match="eagle1: rule 1, config keys; eagle1: rule 6"):
         examine_all(copied / "eagle1", target.config, ENGINES)
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, hydra, medusa, mtp, standalone
 from spectrain.export import check, export
@@ -202,7 +203,7 @@ def test_the_authors_hydra_has_biases_of_zero(tmp_path):
         ValueError, match="tensor hydra_lm_head.0.bias is not zero: our heads have no such bias"
     ):
         open_import(hydra.Config(init_from=str(folder)), llama())
-    with pytest.raises(ValueError, match="replayed logits differ"):
+    with pytest.raises(CheckFailed, match="replayed logits differ"):
         check(folder, llama())
 
 

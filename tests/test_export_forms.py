@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
+from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle1, eagle3, medusa, mtp, standalone
 from spectrain.export import check, export
-from spectrain.export_forms import PAGE, page
+from spectrain.export_forms import PAGE, page, table
 from spectrain.target import Target
 from spectrain.testing import byte_tokenizer, tiny_llama
 
@@ -46,6 +47,10 @@ def test_the_table_of_families_and_engines_is_current():
     assert PAGE.read_text() == page(PAGE.read_text()), "run python -m spectrain.export_forms"
 
 
+def test_the_table_says_which_families_come_later():
+    assert "\nP-EAGLE, DFlash and DSpark" in table()
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_eagle1_has_a_folder_for_each_engine_which_replays(llama, layers, tmp_path):
     drafter = drafter_of(eagle1, llama, layers=layers)
@@ -67,7 +72,7 @@ def test_a_changed_weight_of_eagle1_fails_its_replay(llama, tmp_path):
     swapped = tensors["fc.weight"].roll(D, 1).contiguous()
     metadata = {"target": json.dumps(llama.fingerprint())}
     save_file({**tensors, "fc.weight": swapped}, folder / "model.safetensors", metadata)
-    with pytest.raises(ValueError, match="replayed logits differ"):
+    with pytest.raises(CheckFailed, match="replayed logits differ"):
         check(folder, llama)
 
 

@@ -183,12 +183,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+OLDER = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
 
 
 @pytest.mark.case("O-E02")
 @pytest.mark.parametrize(
     "config",
-    [{"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}],
+    [
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_theta": 5e5, "rope_scaling": OLDER},
+        {"rope_theta": 5e5, "rope_scaling": {**OLDER, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": OLDER, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ],
 )
 def test_both_rope_dialects_give_the_same_frequencies(config):
     found, scale = inv_freq({"head_dim": 8, **config})

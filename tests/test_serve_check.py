@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain import __main__ as command
+from spectrain.compose import compose
 from spectrain.config import EvalConfig, RunConfig, TargetConfig
 from spectrain.drafters import eagle3
 from spectrain.serve_check import Disagreement, acceptance, compare_texts, run_engine, serve_check, verdict
@@ -96,8 +97,27 @@ def test_a_python_that_is_not_there_is_wrong_input(tmp_path):
         run_engine("/nowhere/python", tmp_path, "plain", {"prompts": []})
 
 
-def test_the_stage_needs_a_python():
+def having(monkeypatch, *modules):
+    monkeypatch.setattr("spectrain.serve_settings.find_spec", lambda name: name if name in modules else None)
+
+
+def test_without_serve_python_this_one_must_have_vllm(monkeypatch, capsys):
+    having(monkeypatch)
     assert command.main(["recipe=quickstart", "stages=serve_check"]) == 2
+    said = f"error: serve.python='': {sys.executable} has no vllm; expected a Python that has it\n"
+    assert capsys.readouterr().err == said
+    having(monkeypatch, "vllm")
+    assert compose(["recipe=quickstart", "stages=serve_check"]).serve.python == ""
+
+
+def test_an_engine_other_than_vllm_is_not_checked_with_vllm():
+    words = ["recipe=quickstart", "serve.python=vllm-env/bin/python"]
+    expected = r"export.engine=\['sglang'\]: stages=serve_check runs vllm; expected vllm among them"
+    with pytest.raises(ValueError, match=expected):
+        compose([*words, "stages=serve_check", "engine=sglang"])
+    found = compose([*words, "stages=[export,serve_check]", "export.engine=[vllm,sglang]"])
+    assert found.export.engine == ["vllm", "sglang"]
+    assert compose([*words, "stages=export", "engine=sglang"]).export.engine == ["sglang"]
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +201,20 @@ def test_another_acceptance_length_is_a_disagreement_and_still_written(served, t
     with pytest.raises(Disagreement, match="mean acceptance length 3.000 there"):
         serve_check(config, lambda: load_both(config), folder / "run")
     assert json.loads((folder / "run" / "serve_check.json").read_text())["reasons"]
+
+
+def test_this_python_runs_the_engine_where_none_is_named(served, monkeypatch):
+    folder, config = served
+    started = []
+
+    def run(python, *rest):
+        started.append(python)
+        raise Disagreement("seen")
+
+    monkeypatch.setattr("spectrain.serve_check.run_engine", run)
+    with pytest.raises(Disagreement, match="seen"):
+        serve_check(config, lambda: load_both(config), folder / "run")
+    assert started == [sys.executable]
 
 
 def test_a_run_without_an_export_is_wrong_input(served, tmp_path):

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spectrain import __main__ as command
 from spectrain import stages
-from spectrain.artifacts import read_json
+from spectrain.artifacts import read_json, write_json
 from spectrain.checkpoint import best
 from spectrain.config import STAGES
 from spectrain.eval.records import read_texts
@@ -265,8 +265,21 @@ def test_the_exports_of_a_run_are_checked_and_a_folder_by_its_path(finished, inp
     assert "PASS  9 numeric replay" in capsys.readouterr().out
     folder = shutil.copytree(finished / "export" / "eagle3", tmp_path / "served")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert spectrain(inputs, finished, "stages=check_export", f"path={folder}") == 2
+    assert spectrain(inputs, finished, "stages=check_export", f"path={folder}") == 1
     assert "served: rule 11, values" in capsys.readouterr().err
+
+
+def test_an_export_says_what_the_newest_evaluation_found(finished, inputs, tmp_path):
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    certificate = run_dir / "eval" / "certificate" / "certificate.json"
+    card, passed = run_dir / "export" / "eagle3" / "README.md", read_json(certificate)
+    assert "- certificate: passed\n" in card.read_text()
+    certificate.unlink()
+    assert spectrain(inputs, run_dir, "stages=export") == 0
+    assert "- certificate:" not in card.read_text()
+    write_json(certificate, passed | {"pass": False})
+    assert spectrain(inputs, run_dir, "stages=export") == 0
+    assert "- certificate: not passed: do not serve it\n" in card.read_text()
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle1:
             nn.init.normal_(module.weight, std=target.hidden_size**-0.5)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    for layer in drafter.layers:
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        nn.init.zeros_(layer.mlp.down_proj.weight)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
     return drafter.to(target.device)
