@@ -16,6 +16,7 @@ from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.drafters.mtp import Config, build
 from spectrain.drafters.mtp_weights import names_of
+from spectrain.imports import load, open_import
 from spectrain.proposal import Plan
 from spectrain.target import Target
 from spectrain.testing import make_sample, tiny_llama
@@ -219,6 +220,35 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path):
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensor model.layers.2.mlp.experts.gate_up_proj is not in"):
         build(Config(unroll=1, weights="target"), target, KEPT)
+
+
+FP8 = {"layers.2.eh_proj.weight": torch.float8_e4m3fn}
+EXPERT = {"layers.2.mlp.experts.1.down_proj.weight": torch.float8_e4m3fn}
+SCALED = {"layers.2.eh_proj.weight_scale_inv": torch.float32}
+
+
+@pytest.mark.parametrize("imports", [False, True])
+@pytest.mark.parametrize(
+    ("stored_as", "message"),
+    [
+        (FP8, r"model.safetensors: tensor model.layers.2.eh_proj.weight is float8_e4m3fn: expected float16"),
+        (EXPERT, r"model.safetensors: tensor model.layers.2.mlp.experts.1.down_proj.weight is float8_e4m3fn"),
+        (SCALED, r"tensor model.layers.2.eh_proj.weight has a scale, .*eh_proj.weight_scale_inv: expected"),
+    ],
+)
+def test_quantised_weights_are_refused_by_file_and_tensor(stored_as, message, imports, tmp_path):
+    target = Target(glm4_moe(), path=str(tmp_path))
+    stored = own_weights(target, names_of(target.config, 1), torch.Generator())
+    for name, dtype in stored_as.items():
+        stored[f"model.{name}"] = stored.get(f"model.{name}", torch.ones(1)).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        if imports:
+            config, found = open_import(Config(init_from=str(tmp_path)), target)
+            load(found, build(config, target, KEPT))
+        else:
+            build(Config(unroll=1, weights="target"), target, KEPT)
 
 
 def test_names_of_mimo_have_the_state_first():
