@@ -229,7 +229,7 @@ class Mtp(nn.Module):
         feedback = names.feedback[engine]
         if config.order != names.order:
             raise ValueError(f"drafter.order={config.order}: expected {names.order} for this kind of target")
-        if config.unroll > 1 and config.blocks == 1 and config.feedback != feedback:
+        if config.unroll > 1 and config.feedback != feedback:
             raise ValueError(
                 f"drafter.feedback={config.feedback}: expected {feedback}, which {engine} has for this "
                 "kind of target"
