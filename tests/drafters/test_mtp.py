@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GPT2LMHeadModel,
+    GptOssForCausalLM,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StableLmForCausalLM,
+    Starcoder2ForCausalLM,
+)
 
 from spectrain import checkpoint
 from spectrain.capture import capture_batch
@@ -278,6 +289,25 @@ def test_own_weights_in_another_order_or_of_an_unknown_kind_are_refused(llama):
 def test_settings_out_of_range_are_refused_with_key_and_value(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+UNFIT = {
+    "window": (MistralForCausalLM, {"sliding_window": 8}, "Mistral.* has a sliding window of 8; expected"),
+    "sinks": (GptOssForCausalLM, {"num_local_experts": 4}, "GptOss.* has sinks in its attention; expected"),
+    "rotary": (Gemma3ForCausalLM, MIXED, "Gemma3.* has a rotary embedding for each kind of layer; expected"),
+    "starcoder2": (Starcoder2ForCausalLM, {}, "Starcoder2.* has no RMS norms; expected"),
+    "stablelm": (StableLmForCausalLM, {}, "StableLm.* has no RMS norms; expected"),
+    "gpt2": (GPT2LMHeadModel, {}, "GPT2.* has no rotary embedding and no norm in front .* and no RMS norms"),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), UNFIT.values(), ids=UNFIT)
+def test_a_target_that_a_block_cannot_be_made_of_is_refused_by_what_does_not_fit(kind, settings, message):
+    layers = {"num_hidden_layers": 2, "pad_token_id": 0}
+    model = kind(kind.config_class(**SIZES, **layers, **settings))
+    with pytest.raises(ValueError, match=f"drafter.family=mtp: target {message}"):
+        build(Config(), Target(model), KEPT)
 
 
 # what it is for
