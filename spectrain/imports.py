@@ -55,7 +55,8 @@ def _tell_other_target(source: Published, target: Target) -> None:
 def load(found: Import, drafter: nn.Module) -> None:
     """Copy the published tensors into a drafter built with the settings and kept ids of `found`.
 
-    Raises ValueError naming file and tensor where one is missing, unknown, misshapen, quantised or not finite.
+    Raises ValueError naming file and tensor where one is missing, unknown, misshapen, quantised or
+    not finite.
     """
     used = set(found.unread)
     for ours, own in drafter.state_dict().items():
