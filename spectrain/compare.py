@@ -25,14 +25,11 @@ from spectrain.eval.prompts import load_prompts
 from spectrain.optim import trainable
 from spectrain.provenance import provenance
 from spectrain.stages import Road, capture_taps, prepare, try_drafting, walk
+from spectrain.training_checks import OPTIMIZER
 
 CELL_STAGES = ["train", "eval", "report"]
-OPTIMIZER = (
-    "optimizer", "learning_rate", "muon_learning_rate", "muon_momentum", "warmup_ratio", "schedule",
-    "min_ratio", "weight_decay", "betas", "clip",
-)  # fmt: skip
-"""Settings of train that are a drafter's own; the comparison decides all others."""
 BUDGET = tuple(f.name for f in fields(TrainConfig) if f.name not in (*OPTIMIZER, "seed"))
+"""Settings of train that the comparison decides for every drafter."""
 
 log = logging.getLogger(__name__)
 

@@ -125,6 +125,8 @@ class ObjectiveConfig:
             above_zero(f"objective.terms.{term}", weight)
         above_zero("objective.slot_decay", self.slot_decay)
         at_least("objective.lambda_decay", self.lambda_decay, 0.0)
+        if "lk_lambda" not in self.terms and self.lambda_decay != ObjectiveConfig.lambda_decay:
+            raise ValueError(f"objective.lambda_decay={self.lambda_decay}: no effect without lk_lambda")
         at_least("objective.chunk", self.chunk, 0)
 
 
