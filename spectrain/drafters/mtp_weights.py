@@ -21,6 +21,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from spectrain.drafters.published import check_floats
+from spectrain.target import resolve_path
 
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
@@ -176,7 +177,7 @@ def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
         )
     if names.order != order:
         raise ValueError(f"drafter.order={order}: the target's own weights are {names.order}")
-    read = reader(target.path)
+    read = reader(resolve_path(target.path))
     for ours, tensor in nn.ModuleDict({"blocks": blocks}).state_dict().items():
         found = tensor_by(read, names.name(ours))
         if found.shape != tensor.shape:

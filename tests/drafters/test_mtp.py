@@ -1,6 +1,7 @@
 """MTP: both forms on several kinds of target, the target's own weights, and what FastMTP is for."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -171,7 +172,8 @@ def test_a_chain_longer_than_the_blocks_is_refused(llama):
 
 
 def own_weights(target, names, generator):
-    """MTP tensors as a checkpoint holds them, experts one by one."""
+    """MTP tensors as a checkpoint holds them, experts one by one; the target's folder gets its config."""
+    (Path(target.path) / "config.json").write_text("{}")
     stored = {}
     for ours, like in build(Config(unroll=1), target, KEPT).state_dict().items():
         value = 0.3 * torch.randn(like.shape, generator=generator)
@@ -224,6 +226,16 @@ def test_a_targets_own_weights_give_its_law_of_the_token_after_next(kind, norm, 
     assert torch.equal(experts.gate_up_proj[3, :16], gate) and torch.equal(experts.down_proj[3], down)
 
 
+def test_the_targets_folder_may_lie_below_the_users_home(tmp_path, monkeypatch):
+    target = Target(glm4_moe(), path=str(tmp_path))
+    stored = own_weights(target, names_of(target.config, 1), torch.Generator())
+    save_file(stored, tmp_path / "model.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    target.path = f"~/{tmp_path.name}"
+    drafter = build(Config(unroll=1, weights="target"), target, KEPT)
+    assert torch.equal(drafter.blocks[0].eh_proj.weight, stored["model.layers.2.eh_proj.weight"])
+
+
 def test_a_tensor_that_is_not_there_is_named(tmp_path):
     target = Target(glm4_moe(), path=str(tmp_path))
     stored = own_weights(target, names_of(target.config, 1), torch.Generator())
@@ -253,7 +265,6 @@ def test_quantised_weights_are_refused_by_file_and_tensor(stored_as, message, im
     for name, dtype in stored_as.items():
         stored[f"model.{name}"] = stored.get(f"model.{name}", torch.ones(1)).to(dtype)
     save_file(stored, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=message):
         if imports:
             config, found = open_import(Config(init_from=str(tmp_path)), target)
