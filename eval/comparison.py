@@ -36,14 +36,14 @@ class Cell:
 
 
 def build_comparison(
-    config: RunConfig, cells: Sequence[Cell], parameters: Mapping[str, int]
+    config: RunConfig, cells: Sequence[Cell], parameters: Mapping[str, int], failed: Mapping[Cell, str]
 ) -> dict[str, Any]:
-    """The content of compare.json: the finished `cells` of the comparison `config`.
+    """The content of compare.json: the `cells` of the comparison `config`, each finished or `failed`.
 
-    parameters: trainable ones of each drafter by its name. Raises ValueError naming the drafters that were
-    trained on different budgets with one seed.
+    parameters: trainable ones of each drafter by its name; failed: the error of each failed cell. Raises
+    ValueError naming the drafters that were trained on different budgets with one seed.
     """
-    reports = {cell: read_json(cell.folder / "report.json") for cell in cells}
+    reports = {cell: read_json(cell.folder / "report.json") for cell in cells if cell not in failed}
     return {
         "recipe": config.recipe,
         "note": config.note,
@@ -53,10 +53,10 @@ def build_comparison(
             str(seed): _budget({c: r for c, r in reports.items() if c.seed == seed})
             for seed in config.compare.seeds
         },
-        "lossless": all(report["lossless"] for report in reports.values()),
+        "lossless": bool(reports) and all(report["lossless"] for report in reports.values()),
         "drafters": [
             {"name": name, "words": words, "parameters": parameters[name]}
-            | _drafter([cell for cell in cells if cell.drafter == name], reports)
+            | _drafter([cell for cell in cells if cell.drafter == name], reports, failed)
             for name, words in config.compare.drafters.items()
         ],
         "provenance": provenance(),
@@ -66,6 +66,7 @@ def build_comparison(
 def markdown(comparison: Mapping[str, Any]) -> str:
     """The page compare.md: where the numbers come from, the table, tau by category."""
     made, drafters = comparison["provenance"], comparison["drafters"]
+    decoded = [drafter for drafter in drafters if drafter["runs"]]
     git = made["git"]
     code = f"commit {git['sha'][:12]}{' with changes' if git['dirty'] else ''}" if git else "no git checkout"
     hardware = ", ".join([made["hardware"]["cpu"], *(gpu["name"] for gpu in made["hardware"]["gpus"])])
@@ -82,27 +83,38 @@ def markdown(comparison: Mapping[str, Any]) -> str:
         f"Training: {spent or 'none'}; seeds {seeds}.",
         "[95% interval over prompts and seeds]; untrained drafters have no training seconds.",
         "",
-        *_settings(drafters[0]["runs"]),
+        *(_settings(decoded[0]["runs"]) if decoded else ()),
     ]
     lines += [f"- {drafter['name']}: {' '.join(drafter['words'])}" for drafter in drafters]
+    lines += [f"- {d['name']}, seed {f['seed']}, failed: {f['error']}" for d in drafters for f in d["failed"]]
     if comparison["note"]:
         lines += ["", comparison["note"]]
-    return "\n".join([*lines, "", *_main_table(drafters), "", *_category_table(drafters), ""])
+    return "\n".join(
+        [*lines, "", *_main_table(drafters), "", *(_category_table(decoded) if decoded else ()), ""]
+    )
 
 
-def _drafter(cells: Sequence[Cell], reports: Mapping[Cell, Mapping[str, Any]]) -> dict[str, Any]:
-    """One drafter over its seeds."""
-    own = [reports[cell] for cell in cells]
-    bad = [str(cell.seed) for cell in cells if not reports[cell]["lossless"]]
+def _drafter(
+    cells: Sequence[Cell], reports: Mapping[Cell, Mapping[str, Any]], failed: Mapping[Cell, str]
+) -> dict[str, Any]:
+    """One drafter over its seeds; numbers are those of the finished cells."""
+    done = [cell for cell in cells if cell in reports]
+    own = [reports[cell] for cell in done]
+    bad = [str(cell.seed) for cell in done if not reports[cell]["lossless"]]
     reason = f"certificate failed for seed {', '.join(bad)}" if bad else None
-    manifest = read_json(cells[0].folder / "eval" / MANIFEST)
     trained = [report["training"] for report in own if report["training"]]
+    manifest = read_json(done[0].folder / "eval" / MANIFEST) if done else {"eval": {"runs": []}}
     return {
-        "family": own[0]["drafter"],
+        "family": cells[0].config.drafter.family,
         "training_s": sum(t["seconds"] for t in trained) / len(trained) if trained else None,
-        "lossless": not bad,
-        "runs": [_run(run, cells, manifest, reason) for run in manifest["eval"]["runs"]],
-        "cells": [_cell(cell, reports[cell]) for cell in cells],
+        "lossless": bool(own) and not bad,
+        "runs": [_run(run, done, manifest, reason) for run in manifest["eval"]["runs"]],
+        "cells": [_cell(cell, reports[cell]) for cell in done],
+        "failed": [
+            {"seed": cell.seed, "folder": cell.folder.name, "error": failed[cell]}
+            for cell in cells
+            if cell in failed
+        ],
     }
 
 
@@ -166,7 +178,7 @@ def _settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _main_table(drafters: Sequence[Mapping[str, Any]]) -> list[str]:
-    slots = max(run["length"] for drafter in drafters for run in drafter["runs"])
+    slots = max((run["length"] for drafter in drafters for run in drafter["runs"]), default=0)
     head = ["drafter", "parameters", "training s", "run", "tau", *(f"alpha_{k}" for k in range(slots))]
     rows = [[*head, "c", "eta", "certificate"]]
     for drafter in drafters:
@@ -180,6 +192,9 @@ def _main_table(drafters: Sequence[Mapping[str, Any]]) -> list[str]:
             name, parameters = drafter["name"], f"{drafter['parameters']:,}"
             row = [name, parameters, seconds, run["name"], interval(run["tau"]), *alphas]
             rows.append([*row, interval(run["c"], 3), eta, verdict])
+        for cell in drafter["failed"]:
+            row = [drafter["name"], f"{drafter['parameters']:,}", "-", f"FAILED, seed {cell['seed']}"]
+            rows.append(row + ["-"] * (len(rows[0]) - len(row)))
     return _grid(rows)
 
 

@@ -25,14 +25,11 @@ from spectrain.eval.prompts import load_prompts
 from spectrain.optim import trainable
 from spectrain.provenance import provenance
 from spectrain.stages import Road, capture_taps, prepare, try_drafting, walk
+from spectrain.training_checks import OPTIMIZER
 
 CELL_STAGES = ["train", "eval", "report"]
-OPTIMIZER = (
-    "optimizer", "learning_rate", "muon_learning_rate", "muon_momentum", "warmup_ratio", "schedule",
-    "min_ratio", "weight_decay", "betas", "clip",
-)  # fmt: skip
-"""Settings of train that are a drafter's own; the comparison decides all others."""
 BUDGET = tuple(f.name for f in fields(TrainConfig) if f.name not in (*OPTIMIZER, "seed"))
+"""Settings of train that the comparison decides for every drafter."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,8 @@ log = logging.getLogger(__name__)
 def compare(road: Road) -> None:
     """Finish every cell, write compare.json and compare.md and print the table.
 
-    Raises CertificateFailed, after everything is written, if decoded text of a cell is not the target's.
+    Raises, after everything is written, CertificateFailed if decoded text of a cell is not the target's, else
+    ValueError if a cell failed, for example by a loss that diverges.
     """
     if road.process.num_processes > 1:
         raise ValueError(
@@ -48,7 +46,8 @@ def compare(road: Road) -> None:
         )
     cells = plan_cells(road.config, road.folder)
     shared, parameters = _share(road, cells)
-    failed = []
+    lossy: list[str] = []
+    failed: dict[Cell, str] = {}
     for number, cell in enumerate(cells, 1):
         log.info("== cell %d of %d: %s, seed %d", number, len(cells), cell.drafter, cell.seed)
 
@@ -61,15 +60,21 @@ def compare(road: Road) -> None:
             if reuse_or_run(cell.folder, shared | {"settings": settings}, make):
                 log.info("compare: cell reused")
         except CertificateFailed as error:  # raised again below; the table says it meanwhile
-            failed.append(f"{cell.drafter}, seed {cell.seed}: {error}")
-    comparison = build_comparison(road.config, cells, parameters)
+            lossy.append(f"{cell.drafter}, seed {cell.seed}: {error}")
+        except ValueError as error:  # likewise
+            log.error("cell failed: %s", error)
+            failed[cell] = str(error)
+    comparison = build_comparison(road.config, cells, parameters, failed)
     write_json(road.folder / "compare.json", comparison)
     page = markdown(comparison)
     write_bytes(road.folder / "compare.md", page.encode())
     print(page)
     print(f"comparison: {road.folder / 'compare.md'}")
-    if failed:
-        raise CertificateFailed("; ".join(failed))
+    broken = [f"{cell.drafter}, seed {cell.seed}: {error}" for cell, error in failed.items()]
+    if lossy:
+        raise CertificateFailed("; ".join(lossy + broken))
+    if broken:
+        raise ValueError("; ".join(broken))
 
 
 def plan_cells(config: RunConfig, folder: Path) -> list[Cell]:

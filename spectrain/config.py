@@ -15,6 +15,7 @@ from spectrain.server_settings import ServerConfig
 
 STAGES = ("prepare", "capture", "train", "eval", "export", "report")
 ON_REQUEST = ("regenerate", "doctor", "serve_check", "compare", "check_export")
+TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "topk", "smooth_l1")
 ENGINES = ("vllm", "sglang", "speculators", "trtllm", "reference")
 
 
@@ -108,13 +109,25 @@ class RegenerateConfig:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     terms: dict[str, float] = field(default_factory=lambda: {"kl": 1.0})
-    """Weights of losses: ce, kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, topk, smooth_l1 (docs/math.md)."""
+    """Weights of losses by their names, TERMS (docs/math.md)."""
     slot_decay: float = 0.8
     """Slot k weighs slot_decay ** k."""
     lambda_decay: float = 1.0
     """lk_lambda mixes exp(-lambda_decay * alpha) of kl with the rest of tv."""
     chunk: int = 0
     """Target rows per chunk of the head; 0 chooses by profile."""
+
+    def __post_init__(self):
+        if not self.terms:
+            raise ValueError("objective.terms={}: expected at least one")
+        for term, weight in self.terms.items():
+            choose("objective.terms", term, TERMS)
+            above_zero(f"objective.terms.{term}", weight)
+        above_zero("objective.slot_decay", self.slot_decay)
+        at_least("objective.lambda_decay", self.lambda_decay, 0.0)
+        if "lk_lambda" not in self.terms and self.lambda_decay != ObjectiveConfig.lambda_decay:
+            raise ValueError(f"objective.lambda_decay={self.lambda_decay}: no effect without lk_lambda")
+        at_least("objective.chunk", self.chunk, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

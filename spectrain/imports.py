@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spectrain.checkpoint import IDENTITY
-from spectrain.drafters.published import Import, Published
+from spectrain.drafters.published import Import, Published, check_floats
 from spectrain.target import Target
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ def _tell_other_target(source: Published, target: Target) -> None:
 def load(found: Import, drafter: nn.Module) -> None:
     """Copy the published tensors into a drafter built with the settings and kept ids of `found`.
 
-    Raises ValueError naming file and tensor where one is missing, unknown, misshapen or not finite.
+    Raises ValueError naming file and tensor where one is missing, unknown, misshapen, quantised or
+    not finite.
     """
     used = set(found.unread)
     for ours, own in drafter.state_dict().items():
@@ -63,6 +64,8 @@ def load(found: Import, drafter: nn.Module) -> None:
         if theirs is None:
             continue
         value = found.read(theirs)
+        if theirs in found.source.files:  # not where the family stacks it from several
+            check_floats(found.source.files, theirs, value)
         where = f"{found.source.files.get(theirs, found.source.path)}: tensor {theirs}"
         if value.shape != own.shape:
             raise ValueError(f"{where} has shape {list(value.shape)}: expected {list(own.shape)} of {ours}")

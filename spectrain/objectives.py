@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from spectrain.checks import choose
 from spectrain.config import ObjectiveConfig
 from spectrain.features import FeatureBatch
-from spectrain.kernels.linear_divergence import TERMS as DIVERGENCES
 from spectrain.kernels.linear_divergence import Teacher, linear_divergence
 from spectrain.target import Target
 
-TERMS = (*DIVERGENCES, "smooth_l1")
 # Rows of all slots: enough that passing over the head's gradient once per chunk is cheap. At 800 TFLOP/s and
 # 4.8 TB/s it takes, by arithmetic, a twentieth of the time of the chunk's products for 4096 rows.
 CHUNK = {"cpu": 512, "cuda": 4096}
@@ -63,6 +60,23 @@ class ObjectiveResult:
 RENORMALISED = ("kl", "reverse_kl", "jsd")
 
 
+def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
+    """Raise ValueError for smooth_l1 with a drafter whose states are not to equal the target's."""
+    if "smooth_l1" not in config.terms:
+        return
+    head, family = drafter.head_weight(), drafter.config.family
+    if not isinstance(head, torch.Tensor) or head.requires_grad:
+        raise ValueError(
+            f"objective.terms.smooth_l1: family {family} trains its head; the term compares states, which "
+            "only says something under the target's own head"
+        )
+    if head.shape[1] != target.hidden_size:
+        raise ValueError(
+            f"objective.terms.smooth_l1: the states of family {family} are {head.shape[1]} wide: expected "
+            f"{target.hidden_size}, as the target's"
+        )
+
+
 class Objective:
     """Weighted sum of divergences, each divided by its own global count per slot.
 
@@ -71,15 +85,7 @@ class Objective:
     """
 
     def __init__(self, config: ObjectiveConfig, drafter, target: Target):
-        for term in config.terms:
-            choose("objective.terms", term, TERMS)
-        if "smooth_l1" in config.terms:
-            head = drafter.head_weight()
-            if not isinstance(head, torch.Tensor) or head.requires_grad:
-                raise ValueError(
-                    f"objective.terms.smooth_l1: family {drafter.config.family} trains its head; the term "
-                    "compares states, which only says something under the target's own head"
-                )
+        check_terms(config, drafter, target)
         self.config = config
         kept = drafter.kept_ids
         self.kept_ids = kept

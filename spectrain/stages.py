@@ -32,8 +32,8 @@ from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes,
 from spectrain.config import ON_REQUEST, STAGES, RunConfig, TargetConfig
 from spectrain.data.prepare import Prepared, load_prepared
 from spectrain.imports import load, open_import
-from spectrain.optim import trainable
 from spectrain.target import Target, load_target
+from spectrain.training_checks import check_training
 from spectrain.tuned import check_held_out, finished, write_tuned
 
 log = logging.getLogger(__name__)
@@ -154,17 +154,13 @@ class Road:
 
     def new_drafter(self, target: Target) -> Any:
         """A drafter before its training, the same at every call; one that the export stage would refuse, or
-        that has nothing to train, raises ValueError now."""
+        that the settings of the training do not fit, raises ValueError now."""
         config = self.config
         settings, found = open_import(config.drafter, target)
         drafter = checkpoint.build_drafter(settings, target, self.kept_ids, seed=config.train.seed)
         if found is not None:
             load(found, drafter)
-        if config.train.passes and not trainable(drafter):
-            raise ValueError(
-                f"train.passes={config.train.passes}: nothing of drafter {config.drafter.family} is trained; "
-                "expected train.passes=0"
-            )
+        check_training(config, drafter, target)
         if "export" in config.stages:
             from spectrain.export import check_untrained
 

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from spectrain import stages
+from spectrain import train as training
 from spectrain.artifacts import read_json
 from spectrain.compare import plan_cells
 from spectrain.compose import compose
@@ -197,6 +198,45 @@ def test_a_cell_whose_text_is_not_the_targets_stays_in_the_table_and_ends_the_co
     assert drafter["runs"][0]["eta"]["withheld"] == "certificate failed for seed 4"
     page = (tmp_path / "compare.md").read_text()
     assert "FAIL 1/2" in page and "withheld" in page
+
+
+def test_a_cell_that_diverges_is_a_row_of_the_table_and_ends_the_command_after_the_others(
+    words, tmp_path, monkeypatch
+):
+    backward = training._Loop._backward
+
+    def diverge_for_seed_3(loop, *args):
+        if loop.config.train.seed == 3:
+            raise ValueError("step 1: the loss is not finite")
+        return backward(loop, *args)
+
+    monkeypatch.setattr(training._Loop, "_backward", diverge_for_seed_3)
+    medusa = "medusa: ['recipe=medusa_smollm2', 'drafter.heads=2', 'drafter.draft_vocab=0']"
+    command = compose([*words, f"run_dir={tmp_path}", f"compare.drafters={{{medusa}}}"])
+    with pytest.raises(ValueError, match="^medusa, seed 3: step 1: the loss is not finite$"):
+        stages.run(command)
+    (drafter,) = read_json(tmp_path / "compare.json")["drafters"]
+    assert [cell["seed"] for cell in drafter["cells"]] == [4] and drafter["lossless"]
+    assert drafter["failed"] == [{"seed": 3, "folder": "medusa-3", "error": "step 1: the loss is not finite"}]
+    page = (tmp_path / "compare.md").read_text()
+    assert "| FAILED, seed 3 |" in page and "| pass 1/1" in page
+    assert "- medusa, seed 3, failed: step 1: the loss is not finite" in page
+    monkeypatch.setattr(training._Loop, "_backward", backward)
+    stages.run(command)
+    (drafter,) = read_json(tmp_path / "compare.json")["drafters"]
+    assert [cell["seed"] for cell in drafter["cells"]] == [3, 4] and drafter["failed"] == []
+
+
+def test_a_comparison_without_a_finished_cell_has_a_table_too(words, tmp_path, monkeypatch):
+    def fail(*args):
+        raise ValueError("no text")
+
+    monkeypatch.setattr(evaluation, "certify", fail)
+    only = "compare.drafters={ngram: ['recipe=ngram_smollm2']}"
+    with pytest.raises(ValueError, match="^ngram, seed 3: no text; ngram, seed 4: no text$"):
+        stages.run(compose([*words, f"run_dir={tmp_path}", only]))
+    assert (tmp_path / "compare.md").read_text().count("| FAILED, seed") == 2
+    assert not read_json(tmp_path / "compare.json")["lossless"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from spectrain.compose import compose, convert, families, recipe_names
-from spectrain.config import EvalConfig, RunConfig, TrainConfig
+from spectrain.config import TERMS, EvalConfig, RunConfig, TrainConfig
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.laws import Leniency
 
@@ -159,6 +159,12 @@ BETAS = "expected two numbers from 0 to below 1"
         ("eval.sampling_tokens=0", "eval.sampling_tokens=0: expected at least 1"),
         ("eval.bootstrap=0", "eval.bootstrap=0: expected at least 1"),
         ("train.eval_prompts=0", "train.eval_prompts=0: expected at least 1"),
+        ("objective.terms={}", "objective.terms={}: expected at least one"),
+        ("objective.terms={mse: 1}", f"objective.terms='mse': expected one of {', '.join(TERMS)}"),
+        ("objective.terms={kl: 1, tv: -1}", "objective.terms.tv=-1.0: expected above 0"),
+        ("objective.slot_decay=0", "objective.slot_decay=0.0: expected above 0"),
+        ("objective.lambda_decay=3", "objective.lambda_decay=3.0: no effect without lk_lambda"),
+        ("objective.chunk=-1", "objective.chunk=-1: expected at least 0"),
         ("train.learning_rate=0", "train.learning_rate=0.0: expected above 0"),
         ("train.muon_learning_rate=0", "train.muon_learning_rate=0.0: expected above 0"),
         ("train.betas=[0.9]", f"train.betas=[0.9]: {BETAS}"),

@@ -197,6 +197,7 @@ def test_exported_mtp_weights_are_a_start_for_training(glm, tmp_path):
     ("settings", "engine", "message"),
     [
         ({"unroll": 2}, "vllm", "drafter.feedback=post: expected pre, which vllm has"),
+        ({"unroll": 2, "blocks": 2}, "vllm", "drafter.feedback=post: expected pre, which vllm has"),
         ({"unroll": 2, "feedback": "pre"}, "sglang", "drafter.feedback=pre: expected post, which sglang has"),
         ({"unroll": 2, "blocks": 2}, "sglang", "drafter.blocks=2: expected 1 for sglang"),
         ({"order": "hidden_first"}, "vllm", "drafter.order=hidden_first: expected embedding_first"),

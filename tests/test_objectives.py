@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from spectrain.capture import capture_batch
-from spectrain.config import ObjectiveConfig
+from spectrain.config import TERMS, ObjectiveConfig
 from spectrain.data.packing import pack
 from spectrain.drafters.eagle3 import Config, build
 from spectrain.features import FeatureBatch
+from spectrain.kernels.linear_divergence import TERMS as DIVERGENCES
 from spectrain.objectives import Objective, RowIndex, Rows
 from spectrain.target import Target
 from spectrain.testing import make_sample, random_samples, tiny_llama
@@ -281,10 +282,5 @@ def test_the_chunk_changes_no_number(chunk):
     assert loss(chunk) == pytest.approx(loss(1000), rel=1e-6)
 
 
-def test_an_unknown_term_is_refused_with_key_and_value():
-    drafter, target = stand_ins([0], 2)
-    with pytest.raises(
-        ValueError,
-        match=r"objective.terms.*'mse'.*ce, kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda, topk, smooth_l1",
-    ):
-        Objective(ObjectiveConfig(terms={"mse": 1.0}), drafter, target)
+def test_the_terms_are_those_of_the_fused_op_and_the_regression():
+    assert (*DIVERGENCES, "smooth_l1") == TERMS

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.compose import compose
 from spectrain.recipe_index import head, index, packaged
 
 RECIPE = """\
@@ -36,3 +37,14 @@ def test_the_page_has_a_row_and_a_section_for_each_recipe():
 @pytest.mark.parametrize("name", sorted(packaged()))
 def test_every_head_names_the_hardware(name):
     assert any(line.startswith("Hardware") for line in head(packaged()[name]))
+
+
+def trains(name):
+    config = compose([f"recipe={name}", "corpus.path=mine.jsonl"])
+    return "train" in config.stages and config.train.passes > 0
+
+
+@pytest.mark.parametrize("word", ["Source", "Expected"])
+@pytest.mark.parametrize("name", [name for name in sorted(packaged()) if trains(name)])
+def test_the_head_of_a_recipe_that_trains_says_where_it_is_from_and_what_it_reaches(name, word):
+    assert any(line.startswith(word) for line in head(packaged()[name]))

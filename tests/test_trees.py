@@ -5,6 +5,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from spectrain.compose import compose
 from spectrain.trees import best_paths, check_paths, expected_accepted, parents_of
 
 
@@ -121,6 +122,13 @@ def test_medusas_shipped_tree_comes_out_within_one_node_per_depth(model, found, 
     nodes = profile(best_paths([filled(*row) for row in PUBLISHED[model]], 63))
     assert nodes == found
     assert all(abs(a - b) <= 1 for a, b in zip(nodes, shipped, strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "run", "nodes"), [("medusa_llama", 0, 63), ("medusa_smollm2", 1, 24)])
+def test_the_trees_of_the_recipes_are_the_best_for_the_published_accuracies(recipe, run, nodes):
+    config = compose([f"recipe={recipe}", "corpus.path=mine.jsonl"])
+    found = tuple(map(tuple, config.eval.runs[run].paths))
+    assert found == best_paths([filled(*row) for row in PUBLISHED["7B"]], nodes)
 
 
 def test_the_shipped_13b_trees_do_not_follow_from_the_published_accuracies():

@@ -15,6 +15,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2; FastMTP (arXiv 2509.18362)
 `mtp_weights.py`. Legend: T tokens, N rows, D hidden, W kept ids, K steps.
 """
 
+import inspect
 import json
 from dataclasses import dataclass
 from typing import Any, cast
@@ -229,7 +230,7 @@ class Mtp(nn.Module):
         feedback = names.feedback[engine]
         if config.order != names.order:
             raise ValueError(f"drafter.order={config.order}: expected {names.order} for this kind of target")
-        if config.unroll > 1 and config.blocks == 1 and config.feedback != feedback:
+        if config.unroll > 1 and config.feedback != feedback:
             raise ValueError(
                 f"drafter.feedback={config.feedback}: expected {feedback}, which {engine} has for this "
                 "kind of target"
@@ -249,17 +250,33 @@ class Mtp(nn.Module):
 def plain_layer(target: Target) -> tuple[Any, int]:
     """The target's last layer of full attention, and its number.
 
-    Raises ValueError for a target without one, or whose layers take no rotary embedding.
+    Raises ValueError naming what of the target a block cannot be made of.
     """
-    kinds = getattr(target.config, "layer_types", None) or ["full_attention"] * target.num_layers
+    config = target.config
+    kinds = getattr(config, "layer_types", None)
+    windowed = getattr(config, "sliding_window", None) if kinds is None else None
+    kinds = kinds or ["full_attention"] * target.num_layers
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention" and i in target.attention_layers]
-    rotary = any(name == "rotary_emb" for name, _ in target.decoder.named_children())
-    if not full or not rotary or not hasattr(target.layers[full[-1]], "input_layernorm"):
+    rotary = dict(target.decoder.named_children()).get("rotary_emb")
+    layer: Any = target.layers[full[-1] if full else -1]
+    reasons = {
+        "no layer of full attention": not full,
+        f"a sliding window of {windowed}": windowed is not None,
+        "sinks in its attention": any(name.endswith("sinks") for name, _ in layer.named_parameters()),
+        "a soft cap in its attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "no rotary embedding": rotary is None,
+        "a rotary embedding for each kind of layer": (
+            rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        ),
+        "no norm in front of a layer": not hasattr(layer, "input_layernorm"),
+        "no RMS norms": not hasattr(config, "rms_norm_eps"),
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
-            f"drafter.family=mtp: target {type(target.model).__name__} has no layer of full attention with "
-            "rotary embedding and a norm in front; expected a kind such as Llama, Qwen3 or GLM-4"
+            f"drafter.family=mtp: target {type(target.model).__name__} has {' and '.join(found)}; expected a "
+            "kind such as Llama, Qwen3 or GLM-4"
         )
-    return target.layers[full[-1]], full[-1]
+    return layer, full[-1]
 
 
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Mtp:

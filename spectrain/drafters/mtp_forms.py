@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spectrain.drafters.mtp_weights import SPECULATORS, STACKED, names_of, tensor_by
-from spectrain.drafters.published import Import, Published
+from spectrain.drafters.published import Import, Published, check_floats
 from spectrain.target import Target
 
 
@@ -32,7 +32,11 @@ def imported(source: Published, config: Any, target: Target) -> Import:
         )
 
     def stored(name: str) -> torch.Tensor | None:
-        return source.tensor(name) if name in source.files else None
+        if name not in source.files:
+            return None
+        found = source.tensor(name)
+        check_floats(source.files, name, found)
+        return found
 
     def read(name: str) -> torch.Tensor:
         return tensor_by(stored, name) if STACKED.match(name) else source.tensor(name)

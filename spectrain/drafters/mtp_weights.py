@@ -20,6 +20,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import cached_file
 
+from spectrain.drafters.published import check_floats
+from spectrain.target import resolve_path
+
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
 
@@ -162,7 +165,8 @@ def own_tensors(
 def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
     """Copy the target's own MTP weights into `blocks`.
 
-    Raises ValueError where its kind has none, they are in another order, or a tensor is missing or misshapen.
+    Raises ValueError where its kind has none, they are in another order, or a tensor is missing, misshapen or
+    quantised.
     """
     names = names_of(target.config, len(blocks))
     if names is None:
@@ -173,7 +177,7 @@ def load_own(blocks: nn.ModuleList, target: Any, order: str) -> None:
         )
     if names.order != order:
         raise ValueError(f"drafter.order={order}: the target's own weights are {names.order}")
-    read = reader(target.path)
+    read = reader(resolve_path(target.path))
     for ours, tensor in nn.ModuleDict({"blocks": blocks}).state_dict().items():
         found = tensor_by(read, names.name(ours))
         if found.shape != tensor.shape:
@@ -216,6 +220,8 @@ def reader(path: str) -> Callable[[str], torch.Tensor | None]:
             return None
         where = single if index is None else cached_file(path, files[name])
         with safe_open(where, framework="pt") as file:
-            return file.get_tensor(name)
+            found = file.get_tensor(name)
+        check_floats(files, name, found)
+        return found
 
     return read

@@ -24,6 +24,8 @@ STEMS = (
     "hydra_lm_head.pt",
 )  # fmt: skip
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
 log = logging.getLogger(__name__)
 
 
@@ -121,6 +123,18 @@ class Import:
     read: Callable[[str], torch.Tensor]
     unread: frozenset[str] = frozenset()
     kept_ids: torch.Tensor | None = None
+
+
+def check_floats(files: Mapping[str, str | Path], name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError naming file and tensor where a weight is quantised: no float of 16 or 32 bits, or with
+    a scale beside it, as FP8 checkpoints have. files: the file of each tensor by its name."""
+    where = f"{files[name]}: tensor {name}"
+    if tensor.dtype not in FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{where} is {kind}: expected float16, bfloat16 or float32")
+    for scale in (f"{name}_scale_inv", f"{name}_scale"):
+        if scale in files:
+            raise ValueError(f"{where} has a scale, {scale}: expected weights that are not quantised")
 
 
 def needed(source: Published, section: Mapping[str, Any], key: str, *, within: str = "") -> Any:

@@ -13,11 +13,11 @@ import torch
 from spectrain import checkpoint
 from spectrain.capture import capture_batch
 from spectrain.compose import families
-from spectrain.config import ObjectiveConfig, RunConfig, TrainConfig, WandbConfig
+from spectrain.config import TERMS, ObjectiveConfig, RunConfig, TrainConfig, WandbConfig
 from spectrain.data.packing import pack
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
-from spectrain.objectives import TERMS, Objective
+from spectrain.objectives import Objective
 from spectrain.optim import build_optimizer, trainable
 from spectrain.proposal import Observation, Plan
 from spectrain.target import Target

@@ -134,7 +134,7 @@ def test_logits_of_a_document_packed_behind_another_equal_those_alone(target):
         torch.testing.assert_close(packed[row + 13, slot], logits, atol=1e-5, rtol=1e-5)
 
 
-def test_noise_is_the_papers_and_halves_in_a_document_of_1024_tokens(target):
+def test_noise_halves_in_a_document_of_1024_tokens_and_keeps_its_width_in_a_short_one(target):
     drafter = drafter_of(target, noise=0.1)
     tokens = pack([make_sample(name, [0] * n, "S" * n) for name, n in (("a", 1024), ("b", 100))])
     noise = drafter._noise(tokens, torch.zeros(1124, 32))

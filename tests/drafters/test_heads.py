@@ -46,11 +46,12 @@ def drafting_at(drafter, final, root):
     return drafting
 
 
+@pytest.mark.case("O-T01")
 @FAMILIES
 def test_a_row_counts_iff_its_root_and_its_label_lie_in_the_span(family):
-    index = random(family, heads=2).index(pack([make_sample("a", [0] * 6, "..SSS.")]))
+    index = random(family, heads=3).index(pack([make_sample("a", [0] * 8, "...SSS..")]))
     found = list(zip(index.row.tolist(), index.slot.tolist(), index.source.tolist(), strict=True))
-    assert found == [(1, 0, 2), (2, 0, 3), (1, 1, 3)]
+    assert found == [(2, 0, 3), (3, 0, 4), (2, 1, 4)]
 
 
 @FAMILIES

@@ -1,13 +1,25 @@
 """MTP: both forms on several kinds of target, the target's own weights, and what FastMTP is for."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GPT2LMHeadModel,
+    GptOssForCausalLM,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StableLmForCausalLM,
+    Starcoder2ForCausalLM,
+)
 
 from spectrain import checkpoint
 from spectrain.capture import capture_batch
@@ -16,6 +28,7 @@ from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.drafters.mtp import Config, build
 from spectrain.drafters.mtp_weights import names_of
+from spectrain.imports import load, open_import
 from spectrain.proposal import Plan
 from spectrain.target import Target
 from spectrain.testing import make_sample, tiny_llama
@@ -159,7 +172,8 @@ def test_a_chain_longer_than_the_blocks_is_refused(llama):
 
 
 def own_weights(target, names, generator):
-    """MTP tensors as a checkpoint holds them, experts one by one."""
+    """MTP tensors as a checkpoint holds them, experts one by one; the target's folder gets its config."""
+    (Path(target.path) / "config.json").write_text("{}")
     stored = {}
     for ours, like in build(Config(unroll=1), target, KEPT).state_dict().items():
         value = 0.3 * torch.randn(like.shape, generator=generator)
@@ -212,6 +226,16 @@ def test_a_targets_own_weights_give_its_law_of_the_token_after_next(kind, norm, 
     assert torch.equal(experts.gate_up_proj[3, :16], gate) and torch.equal(experts.down_proj[3], down)
 
 
+def test_the_targets_folder_may_lie_below_the_users_home(tmp_path, monkeypatch):
+    target = Target(glm4_moe(), path=str(tmp_path))
+    stored = own_weights(target, names_of(target.config, 1), torch.Generator())
+    save_file(stored, tmp_path / "model.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    target.path = f"~/{tmp_path.name}"
+    drafter = build(Config(unroll=1, weights="target"), target, KEPT)
+    assert torch.equal(drafter.blocks[0].eh_proj.weight, stored["model.layers.2.eh_proj.weight"])
+
+
 def test_a_tensor_that_is_not_there_is_named(tmp_path):
     target = Target(glm4_moe(), path=str(tmp_path))
     stored = own_weights(target, names_of(target.config, 1), torch.Generator())
@@ -219,6 +243,34 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path):
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensor model.layers.2.mlp.experts.gate_up_proj is not in"):
         build(Config(unroll=1, weights="target"), target, KEPT)
+
+
+FP8 = {"layers.2.eh_proj.weight": torch.float8_e4m3fn}
+EXPERT = {"layers.2.mlp.experts.1.down_proj.weight": torch.float8_e4m3fn}
+SCALED = {"layers.2.eh_proj.weight_scale_inv": torch.float32}
+
+
+@pytest.mark.parametrize("imports", [False, True])
+@pytest.mark.parametrize(
+    ("stored_as", "message"),
+    [
+        (FP8, r"model.safetensors: tensor model.layers.2.eh_proj.weight is float8_e4m3fn: expected float16"),
+        (EXPERT, r"model.safetensors: tensor model.layers.2.mlp.experts.1.down_proj.weight is float8_e4m3fn"),
+        (SCALED, r"tensor model.layers.2.eh_proj.weight has a scale, .*eh_proj.weight_scale_inv: expected"),
+    ],
+)
+def test_quantised_weights_are_refused_by_file_and_tensor(stored_as, message, imports, tmp_path):
+    target = Target(glm4_moe(), path=str(tmp_path))
+    stored = own_weights(target, names_of(target.config, 1), torch.Generator())
+    for name, dtype in stored_as.items():
+        stored[f"model.{name}"] = stored.get(f"model.{name}", torch.ones(1)).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        if imports:
+            config, found = open_import(Config(init_from=str(tmp_path)), target)
+            load(found, build(config, target, KEPT))
+        else:
+            build(Config(unroll=1, weights="target"), target, KEPT)
 
 
 def test_names_of_mimo_have_the_state_first():
@@ -248,6 +300,25 @@ def test_own_weights_in_another_order_or_of_an_unknown_kind_are_refused(llama):
 def test_settings_out_of_range_are_refused_with_key_and_value(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+UNFIT = {
+    "window": (MistralForCausalLM, {"sliding_window": 8}, "Mistral.* has a sliding window of 8; expected"),
+    "sinks": (GptOssForCausalLM, {"num_local_experts": 4}, "GptOss.* has sinks in its attention; expected"),
+    "rotary": (Gemma3ForCausalLM, MIXED, "Gemma3.* has a rotary embedding for each kind of layer; expected"),
+    "starcoder2": (Starcoder2ForCausalLM, {}, "Starcoder2.* has no RMS norms; expected"),
+    "stablelm": (StableLmForCausalLM, {}, "StableLm.* has no RMS norms; expected"),
+    "gpt2": (GPT2LMHeadModel, {}, "GPT2.* has no rotary embedding and no norm in front .* and no RMS norms"),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), UNFIT.values(), ids=UNFIT)
+def test_a_target_that_a_block_cannot_be_made_of_is_refused_by_what_does_not_fit(kind, settings, message):
+    layers = {"num_hidden_layers": 2, "pad_token_id": 0}
+    model = kind(kind.config_class(**SIZES, **layers, **settings))
+    with pytest.raises(ValueError, match=f"drafter.family=mtp: target {message}"):
+        build(Config(), Target(model), KEPT)
 
 
 # what it is for
