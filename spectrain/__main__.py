@@ -90,9 +90,10 @@ def _run(words: list[str], debug: bool) -> int:
     from spectrain.stages import EVERY_PROCESS, run
 
     if config.processes > 1 and "WORLD_SIZE" not in os.environ and {*config.stages} & {*EVERY_PROCESS}:
-        from spectrain.launch import launch
+        from spectrain.launch import cap, launch
 
-        return launch(words, config.processes)
+        if (processes := cap(config.processes, config.device)) > 1:
+            return launch(words, processes)
 
     try:
         run(config)

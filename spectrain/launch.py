@@ -4,10 +4,23 @@ On a CPU two processes of one thread do more than one process of two threads; on
 card. torchrun and accelerate launch do the same and reach over machines. Knows no stage.
 """
 
+import logging
 import os
 import socket
 
+import torch
 from torch.multiprocessing import ProcessExitedException, spawn
+
+log = logging.getLogger(__name__)
+
+
+def cap(processes: int, device: str) -> int:
+    """`processes`, or on GPUs as many as there are if that is less: NCCL takes no two on one card."""
+    cards = torch.cuda.device_count()
+    if device == "cpu" or not 0 < cards < processes:
+        return processes
+    log.info("processes=%d: one for each GPU, so %d here", processes, cards)
+    return cards
 
 
 def launch(words: list[str], processes: int) -> int:
