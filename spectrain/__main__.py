@@ -53,6 +53,14 @@ def main(words: list[str]) -> int:
     if "--version" in words:
         print(__version__)
         return 0
+    code, said = attempt(words)
+    if said:
+        print(said, file=sys.stderr)
+    return code
+
+
+def attempt(words: list[str]) -> tuple[int, str]:
+    """Do what the words ask; the exit code, and what is to be said of an error."""
     debug = os.environ.get("SPECTRAIN_DEBUG", "") not in ("", "0")
     try:
         return _run(words, debug)
@@ -61,8 +69,7 @@ def main(words: list[str]) -> int:
     except OSError as error:
         return _fail(error, 1, debug)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        return 130, "stopped; the same command goes on from here"
 
 
 def help_text() -> str:
@@ -76,7 +83,7 @@ def help_text() -> str:
     return HELP.format(version=__version__, recipes=recipes, stages=stages)
 
 
-def _run(words: list[str], debug: bool) -> int:
+def _run(words: list[str], debug: bool) -> tuple[int, str]:
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("spectrain").setLevel(logging.INFO if rank == 0 else logging.ERROR)
@@ -101,7 +108,7 @@ def _run(words: list[str], debug: bool) -> int:
         return _fail(error, 3, debug)
     except CheckFailed as error:
         return _fail(error, 1, debug)
-    return 0
+    return 0, ""
 
 
 def silence_libraries() -> None:
@@ -119,11 +126,9 @@ def silence_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
-def _fail(error: BaseException, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
-    return code
+def _fail(error: BaseException, code: int, debug: bool) -> tuple[int, str]:
+    trace = "".join(traceback.format_exception(error)) if debug else ""
+    return code, f"{trace}error: {error}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ card. torchrun and accelerate launch do the same and reach over machines. Knows 
 import logging
 import os
 import socket
+import sys
+from multiprocessing import get_context
+from multiprocessing.synchronize import Lock
 
 import torch
 from torch.multiprocessing import ProcessExitedException, spawn
@@ -23,24 +26,30 @@ def cap(processes: int, device: str) -> int:
     return cards
 
 
-def launch(words: list[str], processes: int) -> int:
-    """Run the command with `words` in every process; the first exit code that is not 0, or 0.
+def launch(words: list[str], processes: int) -> tuple[int, str]:
+    """Run the command with `words` in every process; the first exit code that is not 0, or 0, and what is
+    still to be said.
 
-    The others are ended when one fails, and all end with this one.
+    The others are ended when one fails, and all end with this one. An error is printed by the process that
+    comes to it first; one ended by a signal cannot, so its signal is what is said, and the code is 1.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names those it ends
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     try:
-        spawn(_work, (words, processes, port), nprocs=processes)
+        spawn(_work, (words, processes, port, get_context("spawn").Lock()), nprocs=processes)
     except ProcessExitedException as error:
-        return error.exit_code
-    return 0
+        if error.signal_name is None:
+            return error.exit_code, ""
+        often = ", as where memory runs out" if error.signal_name == "SIGKILL" else ""
+        return 1, f"error: process {error.error_index} of {processes} was ended by {error.signal_name}{often}"
+    return 0, ""
 
 
-def _work(rank: int, words: list[str], processes: int, port: int) -> None:
-    from spectrain.__main__ import main
+def _work(rank: int, words: list[str], processes: int, port: int, first: Lock) -> None:
+    from spectrain.__main__ import attempt
 
     os.environ.update(
         RANK=str(rank),
@@ -50,4 +59,7 @@ def _work(rank: int, words: list[str], processes: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    raise SystemExit(main(words))
+    code, said = attempt(words)
+    if said and first.acquire(block=False):
+        print(said, file=sys.stderr)
+    raise SystemExit(code)
