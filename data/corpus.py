@@ -150,6 +150,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if reasoning := turn.get("reasoning_content", turn.get("reasoning")):
         message["reasoning_content"] = reasoning
     if calls := turn.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRow("bad_tool_call", f"{where}: `tool_calls` is {calls!r:.60}, expected a list")
         message["tool_calls"] = [_call(call, where) for call in calls]
     return message
 
@@ -192,6 +194,6 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
             tools = json.loads(tools or "null")
         except ValueError as error:
             raise BadRow("bad_tools", f"`tools` is no JSON: {error}") from None
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow("bad_tools", f"`tools` is a {type(tools).__name__}, expected a list")
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
+        raise BadRow("bad_tools", f"`tools` is {tools!r:.60}, expected a list of objects")
     return tools or None

@@ -15,7 +15,7 @@ ADVICE = {
     "bad_turn": "a turn must be an object",
     "bad_content": "the content of a turn must be a text",
     "bad_tool_call": "a call needs a name and an object of arguments",
-    "bad_tools": "tools must be a list",
+    "bad_tools": "tools must be a list of objects",
     "bad_tokens": "input_ids and loss_mask, equally long, ids of the tokenizer",
     "cut_before_answer": "a length limit left no answer",
     "template_error": "the chat template refuses the conversation",

@@ -81,6 +81,18 @@ def test_tool_call_arguments_that_are_no_object_are_rejected(arguments):
         parse_row(with_turn(role="assistant", content=None, tool_calls=[call]))
 
 
+@pytest.mark.parametrize("calls", [5, "get", {"name": "get"}])
+def test_tool_calls_that_are_no_list_are_rejected(calls):
+    with pytest.raises(BadRow, match=r"bad_tool_call \(turn 2: `tool_calls` is .*, expected a list"):
+        parse_row(with_turn(role="assistant", content="a", tool_calls=calls))
+
+
+@pytest.mark.parametrize("tools", [["get"], [1], "[1]", {"name": "get"}, 5])
+def test_tools_that_are_no_list_of_objects_are_rejected(tools):
+    with pytest.raises(BadRow, match=r"bad_tools \(`tools` is .*, expected a list of objects"):
+        parse_row(GOOD | {"tools": tools})
+
+
 def test_reasoning_has_one_name():
     message = parse_row(with_turn(role="assistant", content="a", reasoning="because")).messages[2]
     assert message == {"role": "assistant", "content": "a", "reasoning_content": "because"}
