@@ -21,7 +21,7 @@ from spectrain import __version__
 from spectrain.artifacts import fingerprint, read_json, write_bytes, write_json
 from spectrain.chat_server import ChatServer
 from spectrain.config import RunConfig
-from spectrain.decode.engine import generate
+from spectrain.decode.engine import context_length, generate
 from spectrain.decode.generation import Generation
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.prompts import render
@@ -153,13 +153,9 @@ def _in_process(
         while waiting := [j for j, dialogue in enumerate(dialogues) if dialogue.waits()]:
             for temperature in sorted({group[j][2] for j in waiting}):
                 here = [j for j in waiting if group[j][2] == temperature]
-                arguments = config.corpus.template_arguments
                 generations, _ = generate(
                     target,
-                    [
-                        render(target.tokenizer, dialogues[j].messages, arguments, tools=group[j][0].tools)
-                        for j in here
-                    ],
+                    [_prompt(config, target, dialogues[j]) for j in here],
                     sampling=Sampling(temperature=temperature, top_p=settings.top_p, seed=config.train.seed),
                     max_new_tokens=settings.max_new_tokens,
                     stop_ids=target.stop_ids(),
@@ -175,6 +171,18 @@ def _in_process(
             (_row(d, temperature), n)
             for d, (_, _, temperature), n in zip(dialogues, group, counts, strict=True)
         )
+
+
+def _prompt(config: RunConfig, target: Target, dialogue: Dialogue) -> list[int]:
+    """Ids of the turns so far; raises ValueError naming the prompt if they leave the context no room."""
+    question, arguments = dialogue.question, config.corpus.template_arguments
+    ids = render(target.tokenizer, dialogue.messages, arguments, tools=question.tools)
+    if len(ids) >= (limit := context_length(target)):
+        raise ValueError(
+            f"prompt {question.id}: {len(ids)} tokens, but the target's context is {limit}; take it out of "
+            "regenerate.prompts"
+        )
+    return ids
 
 
 def _served(

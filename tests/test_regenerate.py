@@ -131,6 +131,16 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(target, prompts, out, 
     assert out.read_bytes() == full
 
 
+def test_a_prompt_that_fills_the_context_is_named_by_its_id(target, prompts, tmp_path):
+    prompts.write_text(
+        "".join(json.dumps({"id": i, "turns": [i * n]}) + "\n" for i, n in (("z", 600), ("a", 1)))
+    )
+    ids = render(target.tokenizer, [user("z" * 600)], {})
+    message = f"^prompt z: {len(ids)} tokens, but the target's context is 512; take it out of"
+    with pytest.raises(ValueError, match=message):
+        regenerate(config_of(prompts, temperatures=[0.0]), target, tmp_path / "long.jsonl")
+
+
 def test_a_finished_run_asks_the_target_nothing(prompts, out, monkeypatch, target):
     monkeypatch.setattr(target, "states", None)
     before = out.read_bytes()
