@@ -92,7 +92,8 @@ def _cards(report: Mapping[str, Any]) -> str:
 
 
 def _shape(run: Mapping[str, Any]) -> str:
-    return f"tree of {run['nodes']}" if run["proposal"] == "tree" else f"chain of {run['length']}"
+    names = {"chain": "chain", "tree": "tree", "static": "static tree"}
+    return f"{names[run['proposal']]} of {run['nodes']}"  # a chain's nodes are its length
 
 
 def _label(run: Mapping[str, Any]) -> str:
@@ -136,8 +137,9 @@ def _runs(report: Mapping[str, Any]) -> str:
         ]  # fmt: skip
         rows.append(cells)
     caption = (
-        "Every run decodes the same held-out prompts, speculatively and plainly in turns. Values with 95% "
-        "bootstrap intervals over prompts. r: one verification, c: one draft step, in plain steps."
+        "Every run decodes the held-out prompts, or the first of them (texts), speculatively and plainly in "
+        "turns. Values with 95% bootstrap intervals over prompts. r: one verification, c: one draft step, in "
+        "plain steps."
     )
     return _section("Runs", _table(columns, rows), caption)
 

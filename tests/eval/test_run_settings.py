@@ -12,7 +12,7 @@ from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval import run as evaluation
 from spectrain.eval.records import read_texts
 from spectrain.eval.report import build_report
-from spectrain.eval.report_html import page
+from spectrain.eval.report_html import _shape, page
 from spectrain.eval.report_table import table
 
 
@@ -47,7 +47,16 @@ def test_a_run_may_ask_the_first_prompts_alone(tmp_path, target, drafter):
     assert asked == {"all": ["p0", "p2", "p1"], "one": ["p0"]}
     report = build_report(tmp_path)
     assert [list(run["categories"]) for run in report["runs"]] == [["a", "b"], ["a"]]
-    assert "one" in page(report, [])  # which has no number for category b
+    html = page(report, [])  # "one" has no number for category b
+    assert "Every run decodes the held-out prompts, or the first of them (texts)" in html
+
+
+@pytest.mark.parametrize(
+    ("proposal", "nodes", "shape"),
+    [("chain", 5, "chain of 5"), ("tree", 24, "tree of 24"), ("static", 7, "static tree of 7")],
+)
+def test_the_report_names_each_shape_of_proposal(proposal, nodes, shape):
+    assert _shape({"proposal": proposal, "nodes": nodes}) == shape
 
 
 def test_both_arms_decode_with_the_threads_asked_for_and_the_process_keeps_its_own(
