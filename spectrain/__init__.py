@@ -30,6 +30,7 @@ def generate(
     batch_size: int = 1,
     stop_strings: Sequence[str] = (),
     graphs: bool = False,
+    device: str = "auto",
 ) -> list[Generation]:
     """Decode prompts with a drafter (None: plain decoding), losslessly unless a lossy law is asked for, and
     return one Generation each, text included.
@@ -40,23 +41,24 @@ def generate(
     `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these and `block`
     keep the target's own law. The lossy `typical` and `thresholds`, to be set by `leniency`, mark their texts
     lossless=False. stop_strings: a text ends with the first that it contains (special tokens are no part of
-    it). graphs: replay each round as CUDA graphs, which needs a CUDA device. Raises ValueError for prompts
-    and settings that do not fit.
+    it). graphs: replay each round as CUDA graphs, which needs a CUDA device. device: of a target that is
+    named, auto (the GPU if there is one), cpu or cuda. Raises ValueError for prompts and settings that do not
+    fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
     from pathlib import Path
 
-    from spectrain.config import TargetConfig
     from spectrain.decode.engine import generate as decode
     from spectrain.decode.sampling import Sampling
     from spectrain.eval.prompts import render
     from spectrain.laws import Leniency
     from spectrain.proposal import Plan
-    from spectrain.target import load_target
 
     if isinstance(target, (str, Path)):
-        target = load_target(TargetConfig(path=str(target)))
+        target = _load_target(str(target), device)
+    elif device != "auto":
+        raise ValueError(f"device={device!r}: the target is loaded already, on {target.device}; leave it out")
     network = _load(drafter, target) if isinstance(drafter, (str, Path)) else drafter
     if network is not None and plan is None:
         plan = Plan(shape="chain", length=5)
@@ -98,6 +100,17 @@ def _with_texts(tokenizer, found: Sequence[Generation], stop_strings: Sequence[s
     if stop_strings:
         texts = list(map(StopStrings(stop_strings, tokenizer).cut, texts))
     return [replace(one, text=text) for one, text in zip(found, texts, strict=True)]
+
+
+def _load_target(path: str, device: str) -> Target:
+    import torch
+
+    from spectrain.config import TargetConfig
+    from spectrain.target import load_target
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_target(TargetConfig(path=path), device=device)
 
 
 def _load(folder: str | Path, target: Target) -> Drafter:

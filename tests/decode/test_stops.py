@@ -152,6 +152,37 @@ def test_the_public_call_cuts_the_text_to_end_with_the_string(alphabet, bigram):
     assert plain.text == "abc"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "asked", "device"),
+    [
+        (False, {}, "cpu"),
+        (True, {}, "cuda"),
+        (True, {"device": "cpu"}, "cpu"),
+        (False, {"device": "cuda"}, "cuda"),
+    ],
+)
+def test_the_public_call_loads_a_named_target_on_the_gpu_if_there_is_one(
+    alphabet, monkeypatch, gpu, asked, device
+):
+    devices = []
+
+    def load_target(config, *, device):
+        devices.append(device)
+        return alphabet
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("spectrain.target.load_target", load_target)
+    spectrain.generate("alphabet", None, ["hi"], max_new_tokens=1, **asked)
+    assert devices == [device]
+
+
+def test_the_public_call_moves_no_loaded_target(alphabet):
+    with pytest.raises(
+        ValueError, match="^device='cuda': the target is loaded already, on cpu; leave it out"
+    ):
+        spectrain.generate(alphabet, None, ["hi"], max_new_tokens=1, device="cuda")
+
+
 def test_the_public_call_takes_penalties(alphabet):
     repeat = spectrain.generate(alphabet, None, ["hi"], max_new_tokens=30)[0].text
     assert repeat == "abcdefghijklmnopqrstuvwxyzabcd"
