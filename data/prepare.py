@@ -253,7 +253,9 @@ def _build(
         "supervised": {split.name: int(split.counts.sum()) for split in splits},
     }
     if not splits[0].num_samples:
-        raise ValueError(f"{', '.join(summary['files'])}: no training sample is left: {summary}")
+        raise ValueError(
+            f"{', '.join(summary['files'])}: no training sample is left\n" + "\n".join(table(summary))
+        )
     seconds = time.monotonic() - started
     log.info("rendered in %.1f s, %.0f tokens/s", seconds, sum(summary["tokens"].values()) / seconds)
     files = splits[0].files | splits[1].files

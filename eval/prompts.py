@@ -5,6 +5,7 @@ other, each with the target's own answers before it. Knows nothing of decoding.
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,9 +33,7 @@ def load_prompts(source: str, *, limit: int = 0) -> list[Prompt]:
         raise ValueError(f"eval.prompts={source!r}: no such file; expected a JSONL file or 'quickstart'")
     by_category: dict[str, list[Prompt]] = {}
     seen = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         prompt = _parse(line, f"{path}:{number}", f"{path.stem}-{number}", path.stem)
         if prompt.id in seen:
             raise ValueError(f"{path}:{number}: id {prompt.id!r} occurs twice")
@@ -44,6 +43,20 @@ def load_prompts(source: str, *, limit: int = 0) -> list[Prompt]:
         raise ValueError(f"{path}: no prompts")
     spread = [p for rank in zip_longest(*by_category.values()) for p in rank if p is not None]
     return spread[: limit or None]
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Number and text of each line that is not blank; a byte order mark is none of the first one's.
+
+    Raises ValueError naming file and line of what is no UTF-8.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
+        try:
+            found.append((number, line.decode()))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 ({error})") from None
+    return [(number, text) for number, text in found if text.strip()]
 
 
 def render(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.data.corpus import BadRow, TokenRow, parse
-from spectrain.eval.prompts import load_prompts
+from spectrain.eval.prompts import load_prompts, read_lines
 
 QUICKSTART = Path(__file__).parent / "data" / "quickstart_prompts.jsonl"
 
@@ -110,8 +110,7 @@ def load_questions(source: str) -> list[Question]:
         raise ValueError(
             f"regenerate.prompts={source!r}: no such file; expected a JSONL file or 'quickstart'"
         )
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-    written = [(number, line) for number, line in lines if line.strip()]
+    written = read_lines(path)
     if not written or '"turns"' in written[0][1]:
         return [Question(prompt.id, _asked(prompt.turns)) for prompt in load_prompts(str(path))]
     questions: dict[str, Question] = {}

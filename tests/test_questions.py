@@ -107,3 +107,16 @@ def test_an_id_that_comes_twice_is_named(tmp_path):
     rows = write(tmp_path / "c.jsonl", *[{"id": "x", "messages": [turn("user", "a")]}] * 2)
     with pytest.raises(ValueError, match="c.jsonl:2: id 'x' occurs twice"):
         load_questions(rows)
+
+
+def test_a_conversation_may_come_behind_a_byte_order_mark(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"messages": [turn("user", "a")]}) + "\n", encoding="utf-8-sig")
+    assert load_questions(str(path)) == [Question("q-1", (turn("user", "a"),))]
+
+
+def test_a_question_that_is_no_utf8_is_named(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b'\n{"messages": [{"role": "user", "content": "\xe9"}]}\n')
+    with pytest.raises(ValueError, match=r"q\.jsonl:2: not UTF-8 \(.*0xe9"):
+        load_questions(str(path))

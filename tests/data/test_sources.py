@@ -77,7 +77,9 @@ def test_strict_stops_at_the_first_bad_line_and_names_it(bad_lines, tmp_path):
 def test_a_file_without_a_conversation_is_an_error(tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("\n[1]\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no training sample is left.*not_object"):
+    with pytest.raises(
+        ValueError, match=r"empty\.jsonl: no training sample is left\n(.*\n)*.*not_object: a row"
+    ):
         prepared(tmp_path, str(path))
 
 

@@ -46,6 +46,19 @@ def test_a_bad_line_is_named(tmp_path, row, message):
         load_prompts(source)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "a", "turns": ["x"]}\r\n', encoding="utf-8-sig", newline="")
+    assert [prompt.id for prompt in load_prompts(str(path))] == ["a"]
+
+
+def test_what_is_no_utf8_is_named(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"turns": ["x"]}\n{"turns": ["\xe9"]}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl:2: not UTF-8 \(.*0xe9 in position 12"):
+        load_prompts(str(path))
+
+
 def test_a_missing_or_empty_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"eval\.prompts='nowhere\.jsonl': no such file"):
         load_prompts("nowhere.jsonl")
