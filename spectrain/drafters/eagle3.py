@@ -357,7 +357,11 @@ class Eagle3(nn.Module):
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's layer ids: one low, one middle, one high."""
+    """EAGLE-3's layer ids: one low, one middle, one high.
+
+    Below seven layers, as only targets of tests have, some of the three coincide or do not exist and fewer
+    are left; `drafter.taps` names others.
+    """
     found = {1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers))
     return tuple(sorted(found)) or (num_layers - 1,)
 
