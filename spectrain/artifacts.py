@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from spectrain.checks import CheckFailed
+
 MANIFEST = "manifest.json"
 
 
@@ -81,12 +83,12 @@ def write_tensors(
 
 
 def read_tensors(path: Path, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file; raises ValueError naming the file when missing, damaged or not of hash
-    `sha256`."""
+    """Tensors of a safetensors file; raises ValueError naming the file when it is missing or damaged,
+    CheckFailed when it is not of hash `sha256`."""
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     if sha256 is not None and (found := hash_file(path)) != sha256:
-        raise ValueError(
+        raise CheckFailed(
             f"{path}: content hash {found[:16]}, the manifest says {sha256[:16]}: the file is damaged"
         )
     try:

@@ -224,7 +224,7 @@ def check_settings(folder: Path, there: Mapping[str, Any], here: Mapping[str, An
 
 
 def read_checked(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Tensors of one file of a checkpoint, compared with the manifest's hash; ValueError names the file."""
+    """Tensors of one file of a checkpoint, compared with the manifest's hash; CheckFailed names the file."""
     return read_tensors(folder / name, sha256=read_json(folder / MANIFEST)["files"][name])
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.artifacts import reuse_or_run, write_bytes, write_json
+from spectrain.checks import CheckFailed
 from spectrain.compose import compose
 from spectrain.config import CompareConfig, EvalConfig, ObjectiveConfig, RunConfig, TrainConfig
 from spectrain.eval.certificate import CertificateFailed
@@ -38,7 +39,7 @@ def compare(road: Road) -> None:
     """Finish every cell, write compare.json and compare.md and print the table.
 
     Raises, after everything is written, CertificateFailed if decoded text of a cell is not the target's, else
-    ValueError if a cell failed, for example by a loss that diverges.
+    CheckFailed if a cell failed, for example by a loss that diverges.
     """
     if road.process.num_processes > 1:
         raise ValueError(
@@ -61,7 +62,7 @@ def compare(road: Road) -> None:
                 log.info("compare: cell reused")
         except CertificateFailed as error:  # raised again below; the table says it meanwhile
             lossy.append(f"{cell.drafter}, seed {cell.seed}: {error}")
-        except ValueError as error:  # likewise
+        except (ValueError, CheckFailed) as error:  # likewise
             log.error("cell failed: %s", error)
             failed[cell] = str(error)
     comparison = build_comparison(road.config, cells, parameters, failed)
@@ -74,7 +75,7 @@ def compare(road: Road) -> None:
     if lossy:
         raise CertificateFailed("; ".join(lossy + broken))
     if broken:
-        raise ValueError("; ".join(broken))
+        raise CheckFailed("; ".join(broken))
 
 
 def plan_cells(config: RunConfig, folder: Path) -> list[Cell]:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from spectrain.artifacts import MANIFEST, fingerprint, hash_file, read_json, write_json, write_tensors
+from spectrain.checks import CheckFailed
 from spectrain.data.packing import Sample, TokenBatch, pack
 from spectrain.tap_codes import decode, encode
 
@@ -163,8 +164,8 @@ class FeatureStore:
     def load(cls, folder: Path, *, skip_bad: bool = False) -> "FeatureStore":
         """Open a finished capture and check every shard's size and content hash.
 
-        Raises ValueError if the capture has not finished or its manifest is damaged, or naming damaged shards
-        and their samples (`skip_bad` leaves them out instead). Call `check` before reading.
+        Raises ValueError if the capture has not finished or its manifest is damaged, CheckFailed naming
+        damaged shards and their samples (`skip_bad` leaves them out instead). Call `check` before reading.
         """
         if not (folder / MANIFEST).exists():
             raise ValueError(f"{folder}: no finished capture there; run the capture stage (stages=[capture])")
@@ -176,7 +177,7 @@ class FeatureStore:
             )
         damaged = damaged_shards(folder, manifest["shards"])
         if damaged and not skip_bad:
-            raise ValueError(
+            raise CheckFailed(
                 "\n".join(_describe(folder, r, damaged) for r in manifest["shards"] if r["file"] in damaged)
             )
         lengths, places = {}, {}
@@ -254,7 +255,7 @@ class FeatureStore:
                 rows = {name: shard.get_slice(name)[first:last] for name in shard.keys()}  # noqa: SIM118
         except (SafetensorError, FileNotFoundError) as error:
             names = [sample_id for sample_id, (where, _) in self.places.items() if where == file]
-            raise ValueError(f"{path}: damaged shard ({error}); samples: {', '.join(names)}") from None
+            raise CheckFailed(f"{path}: damaged shard ({error}); samples: {', '.join(names)}") from None
         if "taps_scale" in rows:
             rows["taps"] = decode(rows["taps"], rows["taps_scale"], rows["final"].dtype)
         return rows

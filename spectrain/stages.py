@@ -53,7 +53,8 @@ def run(config: RunConfig) -> Path:
     """Do the stages of `config.stages` in the order of the road; returns the run folder.
 
     Raises ValueError for wrong input, CertificateFailed when decoded text is not the target's, CheckFailed
-    when an export is not the drafter that was trained, or an engine does not serve it so.
+    when training diverges, a file of the run is damaged, an export is not the drafter that was trained, or an
+    engine does not serve it so.
     """
     road = Road(config)
     walk(road)

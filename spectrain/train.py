@@ -31,6 +31,7 @@ from spectrain import checkpoint
 from spectrain.artifacts import fingerprint
 from spectrain.batches import deal, open_source, plan_steps, read_steps, step_seed
 from spectrain.capture import check_rejected
+from spectrain.checks import CheckFailed
 from spectrain.config import RunConfig
 from spectrain.data.packing import Sample, pack
 from spectrain.features import FeatureBatch, FeatureStore
@@ -78,7 +79,7 @@ def train(
 
     store: the captured features, or None with train.features=online. evaluate: called on the main process
     with the drafter in eval mode; returns numbers by name, "tau" among them. Raises ValueError for settings,
-    features or checkpoints of another run, and naming the samples when a loss is not finite.
+    features or checkpoints of another run, CheckFailed naming the samples when a loss is not finite.
     """
     accelerator = make_accelerator(config, target)
     source = open_source(config.train, target, prepared.train, store, drafter.taps)
@@ -278,7 +279,7 @@ class _Loop:
         *summed, shift, failed = self.accelerator.reduce(torch.cat((stats.flatten(), rest)), "sum").tolist()
         if failed:
             names = ", ".join(gather_object(bad))
-            raise ValueError(f"step {self.step + 1}: the loss is not finite on a row of the samples {names}")
+            raise CheckFailed(f"step {self.step + 1}: the loss is not finite on a row of the samples {names}")
         return stats.new_tensor(summed).view_as(stats), shift / self.config.joint.weight
 
     def _update(self, rate: float, sample_ids: list[str]) -> float:
@@ -306,7 +307,7 @@ class _Loop:
         names = ", ".join(gather_object(sample_ids))
         self.overflows += 1
         if norm != norm or self.overflows >= MAX_OVERFLOWS:
-            raise ValueError(
+            raise CheckFailed(
                 f"step {self.step + 1}: the gradient is {norm} ({self.overflows} in a row); samples {names}"
             )
         log.warning("step %d skipped: the gradient is infinite; samples %s", self.step + 1, names)

@@ -8,6 +8,7 @@ import torch
 
 from spectrain import checkpoint
 from spectrain.artifacts import MANIFEST, read_json
+from spectrain.checks import CheckFailed
 from spectrain.config import TrainConfig
 from spectrain.drafters.eagle3 import Config
 from spectrain.optim import build_optimizer
@@ -194,7 +195,7 @@ def test_a_damaged_file_is_named(eagle, target):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"drafter.safetensors: content hash .* the file is damaged"):
+    with pytest.raises(CheckFailed, match=r"drafter.safetensors: content hash .* the file is damaged"):
         checkpoint.load_drafter(eagle[0], target)
 
 

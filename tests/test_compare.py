@@ -9,6 +9,7 @@ import pytest
 from spectrain import stages
 from spectrain import train as training
 from spectrain.artifacts import read_json
+from spectrain.checks import CheckFailed
 from spectrain.compare import plan_cells
 from spectrain.compose import compose
 from spectrain.eval import run as evaluation
@@ -207,13 +208,13 @@ def test_a_cell_that_diverges_is_a_row_of_the_table_and_ends_the_command_after_t
 
     def diverge_for_seed_3(loop, *args):
         if loop.config.train.seed == 3:
-            raise ValueError("step 1: the loss is not finite")
+            raise CheckFailed("step 1: the loss is not finite")
         return backward(loop, *args)
 
     monkeypatch.setattr(training._Loop, "_backward", diverge_for_seed_3)
     medusa = "medusa: ['recipe=medusa_smollm2', 'drafter.heads=2', 'drafter.draft_vocab=0']"
     command = compose([*words, f"run_dir={tmp_path}", f"compare.drafters={{{medusa}}}"])
-    with pytest.raises(ValueError, match="^medusa, seed 3: step 1: the loss is not finite$"):
+    with pytest.raises(CheckFailed, match="^medusa, seed 3: step 1: the loss is not finite$"):
         stages.run(command)
     (drafter,) = read_json(tmp_path / "compare.json")["drafters"]
     assert [cell["seed"] for cell in drafter["cells"]] == [4] and drafter["lossless"]

@@ -5,6 +5,7 @@ import torch
 
 from spectrain.artifacts import MANIFEST
 from spectrain.capture import capture, capture_batch
+from spectrain.checks import CheckFailed
 from spectrain.features import FeatureStore, hash_samples, id_order
 from spectrain.target import Target
 from spectrain.testing import make_sample, random_samples, tiny_llama
@@ -68,11 +69,11 @@ def test_a_shard_cut_short_is_named_with_its_samples(captured):
     path = folder / "shard-00001.safetensors"
     names = [sample_id for sample_id, (file, _) in store.places.items() if file == path.name]
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(CheckFailed) as error:
         FeatureStore.load(folder)
     assert f"{path}: damaged shard" in str(error.value)
     assert f"samples: {', '.join(names)}." in str(error.value)
-    with pytest.raises(ValueError, match=f"damaged shard.*{names[0]}"):
+    with pytest.raises(CheckFailed, match=f"damaged shard.*{names[0]}"):
         store.batch([names[0]])
 
 

@@ -14,6 +14,7 @@ import torch
 from spectrain import checkpoint
 from spectrain import train as module
 from spectrain.capture import capture, capture_batch
+from spectrain.checks import CheckFailed
 from spectrain.config import RunConfig, TrainConfig, WandbConfig
 from spectrain.drafters.eagle3 import Config
 from spectrain.features import FeatureStore
@@ -127,7 +128,7 @@ def test_nan_under_the_mask_does_not_reach_the_loss(target, tmp_path, monkeypatc
 @pytest.mark.case("O-T03")
 def test_a_loss_of_nan_is_an_error_that_names_the_samples(target, tmp_path, monkeypatch):
     samples = [make_sample("bad", [9, 9, 2, 4, 6], ".SSSS"), make_sample("good", [9, 9, 2, 6], ".SSS")]
-    with pytest.raises(ValueError, match="step 1: the loss is not finite on a row of the samples bad$"):
+    with pytest.raises(CheckFailed, match="step 1: the loss is not finite on a row of the samples bad$"):
         train_gain(target, tmp_path, samples, monkeypatch, passes=1, batch_tokens=9, micro_tokens=5)
 
 
@@ -169,7 +170,7 @@ def test_an_infinite_gradient_skips_the_step_and_is_counted(target, tmp_path, mo
 )
 def test_a_diverged_run_stops_and_names_the_samples(target, tmp_path, monkeypatch, steps, value, message):
     samples = [make_sample("a", [9, 9, 2], ".SS")]
-    with pytest.raises(ValueError, match=f"{message}.*samples a"):
+    with pytest.raises(CheckFailed, match=f"{message}.*samples a"):
         train_gain(target, tmp_path, samples, monkeypatch, passes=9, drafter=Overflowing(steps, value))
 
 

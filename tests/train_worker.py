@@ -13,6 +13,7 @@ import torch
 from spectrain import checkpoint
 from spectrain import train as module
 from spectrain.capture import capture
+from spectrain.checks import CheckFailed
 from spectrain.config import RunConfig, TrainConfig, WandbConfig
 from spectrain.drafters.eagle3 import Config
 from spectrain.features import FeatureStore
@@ -84,7 +85,7 @@ def nan_on_one_process(folder):
     config = settings(GainConfig(), features="online", batch_tokens=6, micro_tokens=3, passes=1)
     try:
         run(config, samples, GainDrafter(), Target(tiny_llama()), folder)
-    except ValueError as error:
+    except CheckFailed as error:
         print(json.dumps({"error": str(error)}))
 
 

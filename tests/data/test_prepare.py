@@ -4,6 +4,7 @@ import os
 import pytest
 import torch
 
+from spectrain.checks import CheckFailed
 from spectrain.config import CorpusConfig
 from spectrain.data import prepare as room
 from spectrain.data.prepare import Prepared, prepare, tokenizer_hash
@@ -208,5 +209,5 @@ def test_a_damaged_shard_is_named(tmp_path, corpus):
     prepared = prepare(config(corpus), byte_tokenizer(), tmp_path)
     shard = prepared.folder / "train-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
-    with pytest.raises(ValueError, match=r"train-00000\.safetensors.*damaged"):
+    with pytest.raises(CheckFailed, match=r"train-00000\.safetensors.*damaged"):
         Prepared.load(tmp_path)
