@@ -48,3 +48,9 @@ def trains(name):
 @pytest.mark.parametrize("name", [name for name in sorted(packaged()) if trains(name)])
 def test_the_head_of_a_recipe_that_trains_says_where_it_is_from_and_what_it_reaches(name, word):
     assert any(line.startswith(word) for line in head(packaged()[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(packaged()) if trains(name)])
+def test_answers_written_anew_may_be_as_long_as_those_that_are_measured(name):
+    config = compose([f"recipe={name}", "stages=regenerate"])
+    assert config.regenerate.max_new_tokens >= config.eval.max_new_tokens
