@@ -16,7 +16,6 @@ functions it is given.
 import gc
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from accelerate.utils import gather_object
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
 from spectrain.checkpoint import weightless_drafter
-from spectrain.config import EvalConfig, RunConfig
+from spectrain.config import RunConfig
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import Question, certify
 from spectrain.eval.costs import measure_costs
@@ -70,7 +69,6 @@ def evaluate(
     """
     began = time.perf_counter()
     config = replace(config, eval=config.eval.with_baseline(config.drafter.family))
-    _check_names(config.eval)
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
     process = PartialState()
@@ -373,12 +371,3 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
         plain = replace(sampling_of(run, seed=0), draft_temperature=0.0)
         groups.setdefault((plain, run.batch, run.graphs, run.prompts), []).append(run)
     return list(groups.values())
-
-
-def _check_names(config: EvalConfig) -> None:
-    names = [run.name for run in config.runs]
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
-            raise ValueError(
-                f"eval.runs name={name!r}: expected different names of letters, digits, '_', '-' and '.'"
-            )

@@ -76,6 +76,10 @@ def typed(values: dict[str, Any]) -> RunConfig:
     if not isinstance(config.drafter, dict):
         raise ValueError(f"drafter={config.drafter!r}: expected drafter=NAME, one of {', '.join(families())}")
     choose("drafter.family", config.drafter.get("family"), families())
+    named = {f"eval.runs.{run.name}.drafter": run.drafter for run in config.eval.runs}
+    for key, name in {**named, "eval.baseline": config.eval.baseline}.items():
+        if name:
+            choose(key, name, families())
     family = importlib.import_module(f"spectrain.drafters.{config.drafter['family']}")
     return dataclasses.replace(config, drafter=convert(family.Config, config.drafter, "drafter"))
 

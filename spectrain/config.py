@@ -250,6 +250,13 @@ class EvalConfig:
             )
         if self.runs[0].lossy:
             raise ValueError(f"eval.runs.0.law={self.runs[0].law}: lossy, but the headline must be lossless")
+        names = [run.name for run in self.runs] + [self.baseline]
+        for name in names[:-1]:
+            if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
+                raise ValueError(
+                    f"eval.runs name={name!r}: expected different names of letters, digits, '_', '-' and "
+                    f"'.', none of them that of eval.baseline={self.baseline!r}"
+                )
         for key in ("max_new_tokens", "greedy_prompts", "greedy_tokens", "sampling_tokens", "bootstrap"):
             at_least(f"eval.{key}", getattr(self, key), 1)
         at_least("eval.max_prompts", self.max_prompts, 0)

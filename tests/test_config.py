@@ -128,6 +128,10 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
 
 
 LOW = "eval.runs.a.draft_temperature"
+NAMES = (
+    "expected different names of letters, digits, '_', '-' and '.', none of them that of "
+    "eval.baseline='ngram'"
+)
 BETAS = "expected two numbers from 0 to below 1"
 
 
@@ -186,6 +190,14 @@ BETAS = "expected two numbers from 0 to below 1"
         ("compare.seeds=[0,-1]", "compare.seeds=-1: expected at least 0"),
         ("regenerate.temperatures=[]", "regenerate.temperatures=[]: expected at least one"),
         ("stages=[]", "stages=[]: expected at least one"),
+        ("eval.runs=[{name: a}, {name: a}]", f"eval.runs name='a': {NAMES}"),
+        ("eval.runs=[{name: a/b}]", f"eval.runs name='a/b': {NAMES}"),
+        ("eval.runs=[{name: ngram}]", f"eval.runs name='ngram': {NAMES}"),
+        ("eval.baseline=nosuch", f"eval.baseline='nosuch': expected one of {FAMILIES}"),
+        (
+            "eval.runs=[{name: a, drafter: nosuch}]",
+            f"eval.runs.a.drafter='nosuch': expected one of {FAMILIES}",
+        ),
     ],
 )
 def test_a_value_that_a_later_stage_would_choke_on_is_refused_at_the_door(words, message):
