@@ -59,6 +59,10 @@ def test_one_entry_of_a_list_can_be_changed():
     assert quickstart("eval.runs.0.dtype=float32").eval.runs[0].dtype == "float32"
 
 
+def test_a_run_is_changed_by_its_name_as_by_its_index():
+    assert quickstart("eval.runs.chain5_t0.dtype=float32").eval.runs[0].dtype == "float32"
+
+
 def test_a_recipe_may_be_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrain: {passes: 3}\n")
     config = compose([f"recipe={tmp_path}/mine.yaml"])
@@ -128,6 +132,10 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
 
 
 LOW = "eval.runs.a.draft_temperature"
+NO_RUN = (
+    "no such run; expected eval.runs.NAME or the index of one of "
+    "['chain5_t0', 'tree24_t0', 'chain5_t1', 'chain5_t0_fp32']"
+)
 NAMES = (
     "expected different names of letters, digits, '_', '-' and '.', none of them that of "
     "eval.baseline='ngram'"
@@ -193,6 +201,8 @@ BETAS = "expected two numbers from 0 to below 1"
         ("eval.runs=[{name: a}, {name: a}]", f"eval.runs name='a': {NAMES}"),
         ("eval.runs=[{name: a/b}]", f"eval.runs name='a/b': {NAMES}"),
         ("eval.runs=[{name: ngram}]", f"eval.runs name='ngram': {NAMES}"),
+        ("eval.runs.9.length=3", f"eval.runs.9.length: {NO_RUN}"),
+        ("eval.runs.chain9.length=3", f"eval.runs.chain9.length: {NO_RUN}"),
         ("eval.baseline=nosuch", f"eval.baseline='nosuch': expected one of {FAMILIES}"),
         (
             "eval.runs=[{name: a, drafter: nosuch}]",
