@@ -81,6 +81,8 @@ def typed(values: dict[str, Any]) -> RunConfig:
     for key, name in {**named, "eval.baseline": config.eval.baseline}.items():
         if name:
             choose(key, name, families())
+    for run in config.eval.runs:
+        run.check_shape()
     family = importlib.import_module(f"spectrain.drafters.{config.drafter['family']}")
     return dataclasses.replace(config, drafter=convert(family.Config, config.drafter, "drafter"))
 

@@ -187,6 +187,8 @@ class TrainConfig:
             raise ValueError(
                 f"train.taps_bits={self.taps_bits}: no effect with train.features=online; expected 0"
             )
+        if self.skip_bad and self.features == "online":
+            raise ValueError("train.skip_bad=True: no effect with train.features=online; expected False")
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
         choose("train.schedule", self.schedule, ("cosine", "linear"))
         at_least("train.micro_tokens", self.micro_tokens, 2)
@@ -196,9 +198,11 @@ class TrainConfig:
                 f"train.micro_tokens={self.micro_tokens}"
             )
         at_least("train.passes", self.passes, 0.0)
-        at_least("train.max_steps", self.max_steps, 0)
         above_zero("train.learning_rate", self.learning_rate)
         above_zero("train.muon_learning_rate", self.muon_learning_rate)
+        for name in ("muon_learning_rate", "muon_momentum"):
+            if self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"train.{name}={getattr(self, name)}: no effect with train.optimizer=adamw")
         if not 0 <= self.muon_momentum < 1:
             raise ValueError(f"train.muon_momentum={self.muon_momentum!r}: expected 0 to below 1")
         at_least("train.weight_decay", self.weight_decay, 0.0)
@@ -207,12 +211,11 @@ class TrainConfig:
             raise ValueError(f"train.betas={self.betas!r}: expected two numbers from 0 to below 1")
         within("train.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
         within("train.min_ratio", self.min_ratio, 0.0, 1.0)
-        at_least("train.save_every", self.save_every, 1)
-        at_least("train.keep", self.keep, 1)
-        at_least("train.eval_every", self.eval_every, 0)
-        at_least("train.eval_prompts", self.eval_prompts, 1)
+        for key in ("max_steps", "eval_every", "seed"):
+            at_least(f"train.{key}", getattr(self, key), 0)
+        for key in ("save_every", "keep", "eval_prompts"):
+            at_least(f"train.{key}", getattr(self, key), 1)
         within("train.max_bad_fraction", self.max_bad_fraction, 0.0, 1.0)
-        at_least("train.seed", self.seed, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +246,6 @@ class EvalConfig:
     """Write every verification of every run to eval/runs/NAME/events.jsonl (docs/formats.md)."""
 
     def __post_init__(self):
-        at_least("eval.threads", self.threads, 0)
         if not self.runs:
             raise ValueError(
                 "eval.runs=[]: expected at least one run; the first is the headline of the report"
@@ -259,8 +261,8 @@ class EvalConfig:
                 )
         for key in ("max_new_tokens", "greedy_prompts", "greedy_tokens", "sampling_tokens", "bootstrap"):
             at_least(f"eval.{key}", getattr(self, key), 1)
-        at_least("eval.max_prompts", self.max_prompts, 0)
-        at_least("eval.seed", self.seed, 0)
+        for key in ("max_prompts", "seed", "threads"):
+            at_least(f"eval.{key}", getattr(self, key), 0)
         choose("eval.limit_gpu", self.limit_gpu, ("none", "h200", "h100", "h200_measured"))
 
     def with_baseline(self, family: str) -> "EvalConfig":

@@ -132,6 +132,7 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
 
 
 LOW = "eval.runs.a.draft_temperature"
+NO_TREE = "no effect with proposal=chain; expected proposal=tree, or no value"
 NO_RUN = (
     "no such run; expected eval.runs.NAME or the index of one of "
     "['chain5_t0', 'tree24_t0', 'chain5_t1', 'chain5_t0_fp32']"
@@ -201,6 +202,11 @@ BETAS = "expected two numbers from 0 to below 1"
         ("eval.runs=[{name: a}, {name: a}]", f"eval.runs name='a': {NAMES}"),
         ("eval.runs=[{name: a/b}]", f"eval.runs name='a/b': {NAMES}"),
         ("eval.runs=[{name: ngram}]", f"eval.runs name='ngram': {NAMES}"),
+        ("eval.runs=[{name: a, nodes: 8}]", f"eval.runs.a.nodes=8: {NO_TREE}"),
+        ("eval.runs.chain5_t0.top_k=4", f"eval.runs.chain5_t0.top_k=4: {NO_TREE}"),
+        ("eval.runs=[{name: a, top_p: 0.9}]", "eval.runs.a.top_p=0.9: no effect at temperature 0"),
+        ("eval.runs=[{name: a, top_k_filter: 5}]", "eval.runs.a.top_k_filter=5: no effect at temperature 0"),
+        ("eval.runs=[{name: a, min_p: 0.1}]", "eval.runs.a.min_p=0.1: no effect at temperature 0"),
         ("eval.runs.9.length=3", f"eval.runs.9.length: {NO_RUN}"),
         ("eval.runs.chain9.length=3", f"eval.runs.chain9.length: {NO_RUN}"),
         ("eval.baseline=nosuch", f"eval.baseline='nosuch': expected one of {FAMILIES}"),
@@ -214,6 +220,23 @@ def test_a_value_that_a_later_stage_would_choke_on_is_refused_at_the_door(words,
     with pytest.raises(ValueError) as error:
         quickstart(words)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"muon_learning_rate": 0.1}, "muon_learning_rate=0.1: no effect with train.optimizer=adamw"),
+        ({"muon_momentum": 0.9}, "muon_momentum=0.9: no effect with train.optimizer=adamw"),
+        (
+            {"skip_bad": True, "features": "online"},
+            "skip_bad=True: no effect with train.features=online; expected False",
+        ),
+    ],
+)
+def test_settings_of_the_training_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        TrainConfig(**settings)
+    assert str(error.value) == f"train.{message}"
 
 
 def test_a_recipe_without_a_corpus_regenerates():
