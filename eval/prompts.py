@@ -62,7 +62,15 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 def render(
     tokenizer, messages: Sequence[dict[str, Any]], template_arguments: dict[str, Any], *, tools: Any = None
 ) -> list[int]:
-    """Token ids of a conversation up to where the target answers, by the tokenizer's chat template."""
+    """Token ids of a conversation up to where the target answers, by the tokenizer's chat template.
+
+    Raises ValueError if it has none.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "target.path: its tokenizer has no chat template, by which prompts are rendered; expected one, "
+            "such as a file chat_template.jinja beside it"
+        )
     text = tokenizer.apply_chat_template(
         list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **template_arguments
     )

@@ -16,7 +16,6 @@ functions it is given.
 import gc
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,8 +68,8 @@ def evaluate(
     is written, if decoded text is not the target's.
     """
     began = time.perf_counter()
-    config = replace(config, eval=config.eval.with_baseline(config.drafter.family))
-    _check_names(config.eval)
+    asked = config.eval
+    config = replace(config, eval=asked.with_baseline(config.drafter.family))
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
     process = PartialState()
@@ -80,10 +79,7 @@ def evaluate(
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
         drafters = {"": load_drafter(target).to(target.dtype)}  # as it is served
-        for run in config.eval.runs:
-            if run.drafter not in drafters:
-                key = f"eval.runs.{run.name}.drafter"
-                drafters[run.drafter] = weightless_drafter(run.drafter, target, key=key)
+        drafters |= other_drafters(config.eval, target, baseline=asked.baseline)
         identity = _identity(config, target, drafters)
         with process.main_process_first():  # which measures and writes; the others read
             config = _priced(config, dtype, target, drafters, prompts, identity, folder / "costs")
@@ -112,6 +108,16 @@ def evaluate(
         write_json(folder / MANIFEST, manifest)
         if not passed:
             write_report(folder.parent)
+
+
+def other_drafters(config: EvalConfig, target: Target, *, baseline: str) -> dict[str, Any]:
+    """By family, the drafters without weights that the runs name, `baseline` as eval.baseline.
+
+    Raises ValueError naming the key of a family with weights.
+    """
+    keys = {run.drafter: f"eval.runs.{run.name}.drafter" for run in config.runs if run.drafter}
+    keys |= {baseline: "eval.baseline"} if baseline in keys else {}
+    return {family: weightless_drafter(family, target, key=key) for family, key in keys.items()}
 
 
 def _priced(
@@ -148,17 +154,22 @@ def _priced(
     return replace(config, eval=replace(config.eval, runs=runs))
 
 
-def decode_held_out(config: RunConfig, target: Target, drafter: Any) -> dict[str, float]:
-    """tau, alpha and alpha_k of the headline run's first train.eval_prompts prompts: what training asks for.
+def decode_held_out(
+    config: RunConfig, target: Target, drafter: Any, run: DecodeRunConfig
+) -> dict[str, float]:
+    """tau, alpha and alpha_k of `run` on the first train.eval_prompts prompts: what training asks for.
 
     Really decoded, in one batch and in the dtype of `target`; nothing is timed or written, so an adaptive run
-    drafts its full plan here.
+    drafts its full plan here. Raises ValueError naming the run where it cannot be decoded.
     """
-    run = replace(config.eval.runs[0], adaptive=False, costs=[])
+    run = replace(run, adaptive=False, costs=[])
     prompts = load_prompts(config.eval.prompts, limit=config.train.eval_prompts)
     arm = EngineArm(target, drafter, run, config.eval.max_new_tokens, len(prompts), config.eval.seed)
     questions = _questions(config, target, prompts)
-    found, _ = arm.decode([q.ids for q in questions], [q.key for q in questions])
+    try:
+        found, _ = arm.decode([q.ids for q in questions], [q.key for q in questions])
+    except ValueError as error:
+        raise ValueError(f"eval.runs.{run.name}: {error}") from error
     sums = count([text.rounds for text in found], slots=run.length)
     numbers = ratios(sums.pooled(), length=run.length)
     by_slot = {f"alpha_{k}": alpha for k, alpha in enumerate(numbers["alpha_k"][0]) if alpha == alpha}
@@ -373,12 +384,3 @@ def _by_baseline(runs: Sequence[DecodeRunConfig]) -> list[list[DecodeRunConfig]]
         plain = replace(sampling_of(run, seed=0), draft_temperature=0.0)
         groups.setdefault((plain, run.batch, run.graphs, run.prompts), []).append(run)
     return list(groups.values())
-
-
-def _check_names(config: EvalConfig) -> None:
-    names = [run.name for run in config.runs]
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
-            raise ValueError(
-                f"eval.runs name={name!r}: expected different names of letters, digits, '_', '-' and '.'"
-            )

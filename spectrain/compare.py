@@ -25,7 +25,7 @@ from spectrain.eval.comparison import Cell, build_comparison, markdown
 from spectrain.eval.prompts import load_prompts
 from spectrain.optim import trainable
 from spectrain.provenance import provenance
-from spectrain.stages import Road, capture_taps, prepare, try_drafting, walk
+from spectrain.stages import Road, capture_taps, prepare, walk
 from spectrain.training_checks import OPTIMIZER
 
 CELL_STAGES = ["train", "eval", "report"]
@@ -161,8 +161,7 @@ def _share(road: Road, cells: Sequence[Cell]) -> tuple[dict[str, Any], dict[str,
     taps: set[int] = set()
     parameters = {}
     for cell in (cell for cell in cells if cell.seed == cells[0].seed):
-        drafter = Road(cell.config, parent=road).new_drafter(target)
-        try_drafting(cell.config, target, drafter)
+        drafter = Road(cell.config, parent=road).tried_drafter(target)
         taps |= {*drafter.taps}
         parameters[cell.drafter] = sum(p.numel() for p in trainable(drafter).values())
     if road.config.train.features == "stored" and any(cell.config.train.passes for cell in cells):

@@ -61,7 +61,8 @@ def compose(words: list[str]) -> RunConfig:
         OmegaConf.set_struct(values, False)
         words = [f"{key}={_quoted(key, value)}" for key, value in pairs.items()]
         for override in OverridesParser.create().parse_overrides(words):
-            OmegaConf.update(values, override.key_or_group, override.value(), merge=False, force_add=True)
+            key = _numbered(override.key_or_group, values)
+            OmegaConf.update(values, key, override.value(), merge=False, force_add=True)
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}: recipe {name} needs it: {error.full_key}=VALUE") from error
@@ -76,6 +77,12 @@ def typed(values: dict[str, Any]) -> RunConfig:
     if not isinstance(config.drafter, dict):
         raise ValueError(f"drafter={config.drafter!r}: expected drafter=NAME, one of {', '.join(families())}")
     choose("drafter.family", config.drafter.get("family"), families())
+    named = {f"eval.runs.{run.name}.drafter": run.drafter for run in config.eval.runs}
+    for key, name in {**named, "eval.baseline": config.eval.baseline}.items():
+        if name:
+            choose(key, name, families())
+    for run in config.eval.runs:
+        run.check_shape()
     family = importlib.import_module(f"spectrain.drafters.{config.drafter['family']}")
     return dataclasses.replace(config, drafter=convert(family.Config, config.drafter, "drafter"))
 
@@ -92,6 +99,20 @@ def _split(word: str) -> tuple[str, str]:
     if key in ("stages", "export.engine") and not value.startswith("["):
         value = f"[{value}]"
     return key, value
+
+
+def _numbered(key: str, values: Any) -> str:
+    """The key with the index of a run of eval.runs for its name. Raises ValueError if there is none such."""
+    start = "eval.runs."
+    if not key.startswith(start):
+        return key
+    runs = OmegaConf.select(values, "eval.runs", default=[])
+    names = [run.get("name") for run in runs]
+    for i, name in enumerate(names):
+        for given in (str(i), name):
+            if f"{key}.".startswith(f"{start}{given}."):
+                return f"{start}{i}{key.removeprefix(f'{start}{given}')}"
+    raise ValueError(f"{key}: no such run; expected {start}NAME or the index of one of {names}")
 
 
 def _quoted(key: str, value: str) -> str:

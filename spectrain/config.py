@@ -95,6 +95,8 @@ class RegenerateConfig:
     """Answers generated at once; of a server, requests under way at once."""
 
     def __post_init__(self):
+        if not self.temperatures:
+            raise ValueError("regenerate.temperatures=[]: expected at least one")
         for temperature in self.temperatures:
             at_least("regenerate.temperatures", temperature, 0.0)
         above_zero("regenerate.top_p", self.top_p, 1.0)
@@ -185,20 +187,35 @@ class TrainConfig:
             raise ValueError(
                 f"train.taps_bits={self.taps_bits}: no effect with train.features=online; expected 0"
             )
+        if self.skip_bad and self.features == "online":
+            raise ValueError("train.skip_bad=True: no effect with train.features=online; expected False")
         choose("train.dtype", self.dtype, ("float32", "bfloat16"))
         choose("train.schedule", self.schedule, ("cosine", "linear"))
-        at_least("train.batch_tokens", self.batch_tokens, self.micro_tokens)
         at_least("train.micro_tokens", self.micro_tokens, 2)
+        if self.batch_tokens < self.micro_tokens:
+            raise ValueError(
+                f"train.batch_tokens={self.batch_tokens}: expected at least "
+                f"train.micro_tokens={self.micro_tokens}"
+            )
         at_least("train.passes", self.passes, 0.0)
         above_zero("train.learning_rate", self.learning_rate)
         above_zero("train.muon_learning_rate", self.muon_learning_rate)
+        for name in ("muon_learning_rate", "muon_momentum"):
+            if self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
+                raise ValueError(f"train.{name}={getattr(self, name)}: no effect with train.optimizer=adamw")
+        if not 0 <= self.muon_momentum < 1:
+            raise ValueError(f"train.muon_momentum={self.muon_momentum!r}: expected 0 to below 1")
+        at_least("train.weight_decay", self.weight_decay, 0.0)
+        above_zero("train.clip", self.clip)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas={self.betas!r}: expected two numbers from 0 to below 1")
         within("train.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
         within("train.min_ratio", self.min_ratio, 0.0, 1.0)
-        at_least("train.save_every", self.save_every, 1)
-        at_least("train.keep", self.keep, 1)
-        at_least("train.eval_prompts", self.eval_prompts, 1)
+        for key in ("max_steps", "eval_every", "seed"):
+            at_least(f"train.{key}", getattr(self, key), 0)
+        for key in ("save_every", "keep", "eval_prompts"):
+            at_least(f"train.{key}", getattr(self, key), 1)
+        within("train.max_bad_fraction", self.max_bad_fraction, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +246,23 @@ class EvalConfig:
     """Write every verification of every run to eval/runs/NAME/events.jsonl (docs/formats.md)."""
 
     def __post_init__(self):
-        at_least("eval.threads", self.threads, 0)
         if not self.runs:
             raise ValueError(
                 "eval.runs=[]: expected at least one run; the first is the headline of the report"
             )
         if self.runs[0].lossy:
             raise ValueError(f"eval.runs.0.law={self.runs[0].law}: lossy, but the headline must be lossless")
-        at_least("eval.max_new_tokens", self.max_new_tokens, 1)
-        at_least("eval.sampling_tokens", self.sampling_tokens, 1)
-        at_least("eval.bootstrap", self.bootstrap, 1)
+        names = [run.name for run in self.runs] + [self.baseline]
+        for name in names[:-1]:
+            if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
+                raise ValueError(
+                    f"eval.runs name={name!r}: expected different names of letters, digits, '_', '-' and "
+                    f"'.', none of them that of eval.baseline={self.baseline!r}"
+                )
+        for key in ("max_new_tokens", "greedy_prompts", "greedy_tokens", "sampling_tokens", "bootstrap"):
+            at_least(f"eval.{key}", getattr(self, key), 1)
+        for key in ("max_prompts", "seed", "threads"):
+            at_least(f"eval.{key}", getattr(self, key), 0)
         choose("eval.limit_gpu", self.limit_gpu, ("none", "h200", "h100", "h200_measured"))
 
     def with_baseline(self, family: str) -> "EvalConfig":
@@ -271,6 +295,7 @@ class CompareConfig:
                 raise ValueError(f"compare.drafters.{name}: expected letters, digits, '_', '-' and '.'")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"compare.seeds={self.seeds}: expected different seeds, at least one")
+        at_least("compare.seeds", min(self.seeds), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +355,8 @@ class RunConfig:
     """A line printed before the run and in the report, for example what figures a demo can reach."""
 
     def __post_init__(self):
+        if not self.stages:
+            raise ValueError("stages=[]: expected at least one")
         for stage in self.stages:
             choose("stages", stage, STAGES + ON_REQUEST)
         for stage in self.budget_s:

@@ -74,6 +74,9 @@ class DecodeRunConfig:
         above_zero(f"{key}.repetition_penalty", self.repetition_penalty)
         within(f"{key}.presence_penalty", self.presence_penalty, -2.0, 2.0)
         within(f"{key}.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("top_k_filter", "top_p", "min_p"):
+            if self.temperature == 0 and self._changed(name):
+                raise ValueError(f"{key}.{name}={getattr(self, name)!r}: no effect at temperature 0")
         if self.proposal == "tree":
             at_least(f"{key}.nodes", self.nodes, 1)
             at_least(f"{key}.top_k", self.top_k, 1)
@@ -91,6 +94,19 @@ class DecodeRunConfig:
         """Whether the text is not the target's own, by the law's design."""
         return self.law in LOSSY_LAWS
 
+    def check_shape(self) -> None:
+        """Raise ValueError for settings of a tree where none is grown. Asked at the door alone: the chain of
+        the baseline keeps the headline's, as results on disk have it."""
+        for name in ("top_k",) if self.proposal == "static" else ("nodes", "top_k"):
+            if self.proposal != "tree" and self._changed(name):
+                raise ValueError(
+                    f"eval.runs.{self.name}.{name}={getattr(self, name)}: no effect with "
+                    f"proposal={self.proposal}; expected proposal=tree, or no value"
+                )
+
+    def _changed(self, name: str) -> bool:
+        return getattr(self, name) != type(self).__dataclass_fields__[name].default
+
     def _derive_static(self, key: str) -> None:
         """Length and nodes of a static tree from its paths, which no other proposal has."""
         if self.proposal != "static":
@@ -99,7 +115,7 @@ class DecodeRunConfig:
             return
         paths = check_paths(f"{key}.paths", self.paths)
         for name, derived in (("length", len(paths[-1])), ("nodes", len(paths))):
-            if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, derived):
+            if self._changed(name) and getattr(self, name) != derived:
                 raise ValueError(f"{key}.{name}={getattr(self, name)}: the paths say {derived}; leave it out")
             object.__setattr__(self, name, derived)
 

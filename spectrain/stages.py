@@ -168,6 +168,21 @@ class Road:
             check_untrained(target, drafter, config.export)
         return drafter
 
+    def tried_drafter(self, target: Target) -> Any:
+        """A drafter before its training that has decoded three tokens with every run of the evaluation: what
+        cannot be decoded raises ValueError before capture and training. A served target decodes nothing."""
+        from spectrain.eval.run import decode_held_out, other_drafters
+
+        config, drafter = self.config, self.new_drafter(target).eval()
+        if config.target.server.given:
+            return drafter
+        plan = replace(config.eval.with_baseline(config.drafter.family), max_new_tokens=3)
+        drafters = {"": drafter, **other_drafters(plan, target, baseline=config.eval.baseline)}
+        trial = replace(config, eval=plan, train=replace(config.train, eval_prompts=1))
+        for run in plan.runs:
+            decode_held_out(trial, target, drafters[run.drafter], run)
+        return drafter
+
     def trained_drafter(self, target: Target) -> Any:
         """The best checkpoint's drafter, or the one that is used as it is built."""
         if self.config.train.passes == 0:
@@ -187,7 +202,7 @@ def prepare(road: Road) -> None:
 
 
 def capture(road: Road) -> None:
-    capture_taps(road, road.new_drafter(road.target(road.config.target.dtype)).taps)
+    capture_taps(road, road.tried_drafter(road.target(road.config.target.dtype)).taps)
 
 
 def capture_taps(road: Road, tap_ids: Sequence[int]) -> None:
@@ -217,8 +232,7 @@ def train(road: Road) -> None:
     stored, served = config.train.features == "stored", config.target.server.given
     store = FeatureStore.load(road.inputs / "features", skip_bad=config.train.skip_bad) if stored else None
     target = road.target(config.target.dtype)
-    drafter = road.new_drafter(target)
-    try_drafting(config, target, drafter)
+    drafter = road.tried_drafter(target)
     train(
         config,
         target,
@@ -226,22 +240,10 @@ def train(road: Road) -> None:
         store,
         drafter,
         road.folder,
-        evaluate=None if served else lambda drafter: decode_held_out(config, target, drafter),
+        evaluate=None if served else lambda d: decode_held_out(config, target, d, config.eval.runs[0]),
     )
     if config.joint.rank and road.process.is_main_process:
         write_tuned(config, target, drafter, road.prepared.eval, road.folder)
-
-
-def try_drafting(config: RunConfig, target: Target, drafter: Any) -> None:
-    """Draft three tokens: a headline run that the drafter cannot draft is refused now, not after training."""
-    from spectrain.eval.run import decode_held_out
-
-    trial = replace(
-        config,
-        eval=replace(config.eval, max_new_tokens=3),
-        train=replace(config.train, eval_prompts=1),
-    )
-    decode_held_out(trial, target, drafter.eval())
 
 
 def evaluate(road: Road) -> None:

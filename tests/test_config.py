@@ -59,6 +59,10 @@ def test_one_entry_of_a_list_can_be_changed():
     assert quickstart("eval.runs.0.dtype=float32").eval.runs[0].dtype == "float32"
 
 
+def test_a_run_is_changed_by_its_name_as_by_its_index():
+    assert quickstart("eval.runs.chain5_t0.dtype=float32").eval.runs[0].dtype == "float32"
+
+
 def test_a_recipe_may_be_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrain: {passes: 3}\n")
     config = compose([f"recipe={tmp_path}/mine.yaml"])
@@ -128,6 +132,15 @@ def test_a_mistake_is_told_with_key_value_and_what_is_allowed(words, message):
 
 
 LOW = "eval.runs.a.draft_temperature"
+NO_TREE = "no effect with proposal=chain; expected proposal=tree, or no value"
+NO_RUN = (
+    "no such run; expected eval.runs.NAME or the index of one of "
+    "['chain5_t0', 'tree24_t0', 'chain5_t1', 'chain5_t0_fp32']"
+)
+NAMES = (
+    "expected different names of letters, digits, '_', '-' and '.', none of them that of "
+    "eval.baseline='ngram'"
+)
 BETAS = "expected two numbers from 0 to below 1"
 
 
@@ -170,12 +183,60 @@ BETAS = "expected two numbers from 0 to below 1"
         ("train.betas=[0.9]", f"train.betas=[0.9]: {BETAS}"),
         ("train.betas=[0.9,1]", f"train.betas=[0.9, 1.0]: {BETAS}"),
         ("train.betas=[-0.1,0.9]", f"train.betas=[-0.1, 0.9]: {BETAS}"),
+        ("train.muon_momentum=1", "train.muon_momentum=1.0: expected 0 to below 1"),
+        ("train.weight_decay=-0.1", "train.weight_decay=-0.1: expected at least 0.0"),
+        ("train.clip=0", "train.clip=0.0: expected above 0"),
+        ("train.clip=-1", "train.clip=-1.0: expected above 0"),
+        ("train.max_steps=-3", "train.max_steps=-3: expected at least 0"),
+        ("train.eval_every=-1", "train.eval_every=-1: expected at least 0"),
+        ("train.max_bad_fraction=2", "train.max_bad_fraction=2.0: expected 0.0 to 1.0"),
+        ("train.seed=-1", "train.seed=-1: expected at least 0"),
+        ("train.micro_tokens=4096", "train.batch_tokens=2048: expected at least train.micro_tokens=4096"),
+        ("eval.max_prompts=-1", "eval.max_prompts=-1: expected at least 0"),
+        ("eval.greedy_prompts=0", "eval.greedy_prompts=0: expected at least 1"),
+        ("eval.greedy_tokens=0", "eval.greedy_tokens=0: expected at least 1"),
+        ("eval.seed=-1", "eval.seed=-1: expected at least 0"),
+        ("compare.seeds=[0,-1]", "compare.seeds=-1: expected at least 0"),
+        ("regenerate.temperatures=[]", "regenerate.temperatures=[]: expected at least one"),
+        ("stages=[]", "stages=[]: expected at least one"),
+        ("eval.runs=[{name: a}, {name: a}]", f"eval.runs name='a': {NAMES}"),
+        ("eval.runs=[{name: a/b}]", f"eval.runs name='a/b': {NAMES}"),
+        ("eval.runs=[{name: ngram}]", f"eval.runs name='ngram': {NAMES}"),
+        ("eval.runs=[{name: a, nodes: 8}]", f"eval.runs.a.nodes=8: {NO_TREE}"),
+        ("eval.runs.chain5_t0.top_k=4", f"eval.runs.chain5_t0.top_k=4: {NO_TREE}"),
+        ("eval.runs=[{name: a, top_p: 0.9}]", "eval.runs.a.top_p=0.9: no effect at temperature 0"),
+        ("eval.runs=[{name: a, top_k_filter: 5}]", "eval.runs.a.top_k_filter=5: no effect at temperature 0"),
+        ("eval.runs=[{name: a, min_p: 0.1}]", "eval.runs.a.min_p=0.1: no effect at temperature 0"),
+        ("eval.runs.9.length=3", f"eval.runs.9.length: {NO_RUN}"),
+        ("eval.runs.chain9.length=3", f"eval.runs.chain9.length: {NO_RUN}"),
+        ("eval.baseline=nosuch", f"eval.baseline='nosuch': expected one of {FAMILIES}"),
+        (
+            "eval.runs=[{name: a, drafter: nosuch}]",
+            f"eval.runs.a.drafter='nosuch': expected one of {FAMILIES}",
+        ),
     ],
 )
 def test_a_value_that_a_later_stage_would_choke_on_is_refused_at_the_door(words, message):
     with pytest.raises(ValueError) as error:
         quickstart(words)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"muon_learning_rate": 0.1}, "muon_learning_rate=0.1: no effect with train.optimizer=adamw"),
+        ({"muon_momentum": 0.9}, "muon_momentum=0.9: no effect with train.optimizer=adamw"),
+        (
+            {"skip_bad": True, "features": "online"},
+            "skip_bad=True: no effect with train.features=online; expected False",
+        ),
+    ],
+)
+def test_settings_of_the_training_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        TrainConfig(**settings)
+    assert str(error.value) == f"train.{message}"
 
 
 def test_a_recipe_without_a_corpus_regenerates():

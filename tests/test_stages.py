@@ -246,18 +246,39 @@ def test_a_run_killed_in_every_stage_ends_as_if_it_had_not_been(finished, inputs
     assert (run_dir / "report.json").exists()
 
 
-def test_what_the_drafter_cannot_draft_is_refused_before_its_training(inputs, tmp_path, monkeypatch, capsys):
-    """Such as a chain deeper than a Medusa has heads."""
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        (
+            "eval.runs=[{name: a, length: 3}, {name: b, length: 3, graphs: true}]",
+            "eval.runs.b: graphs=True (eval.runs.NAME.graphs): the target is on cpu",
+        ),
+        ("eval.baseline=standalone", "eval.baseline='standalone': it needs training"),
+        ("eval.prompts=no/such.jsonl", "eval.prompts='no/such.jsonl': no such file"),
+    ],
+)
+def test_what_the_evaluation_cannot_decode_is_refused_before_capture(inputs, tmp_path, capsys, word, message):
+    assert spectrain(inputs, tmp_path / "run", "stages=[prepare,capture,train]", word) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not (tmp_path / "run/features").exists()
 
-    def refuse(config, target, drafter):
-        assert (config.eval.max_new_tokens, config.train.eval_prompts) == (3, 1)
-        raise ValueError("chain of length 3: the drafter has 2 heads")
 
-    monkeypatch.setattr("spectrain.eval.run.decode_held_out", refuse)
-    words = ["stages=[prepare,train]", "train.features=online"]
+def test_a_run_that_cannot_be_decoded_is_refused_before_online_training(inputs, tmp_path, capsys):
+    words = ["stages=[prepare,train]", "train.features=online", "eval.runs=[{name: a, graphs: true}]"]
     assert spectrain(inputs, tmp_path / "run", *words) == 2
-    assert "chain of length 3: the drafter has 2 heads" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: eval.runs.a: graphs=True")
     assert not (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/checkpoints").exists()
+
+
+def test_tokens_for_a_target_without_chat_template_are_refused_before_capture(inputs, tmp_path, capsys):
+    target = shutil.copytree(inputs / "target", tmp_path / "target")
+    (target / "chat_template.jinja").unlink()
+    row = json.dumps({"input_ids": [72, 105, 97, 98, 99, 257], "loss_mask": [0, 0, 1, 1, 1, 1]})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 8)
+    words = [f"target={target}", f"corpus.path={tmp_path}/rows.jsonl", "corpus.eval_fraction=0"]
+    assert spectrain(inputs, tmp_path / "run", "stages=[prepare,capture]", *words) == 2
+    assert "target.path: its tokenizer has no chat template, by which prompts" in capsys.readouterr().err
+    assert not (tmp_path / "run/features").exists()
 
 
 def test_the_exports_of_a_run_are_checked_and_a_folder_by_its_path(finished, inputs, capsys, tmp_path):

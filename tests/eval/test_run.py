@@ -393,6 +393,6 @@ def test_a_report_without_an_evaluation_names_the_stage(tmp_path):
 
 
 def test_training_asks_for_tau_by_real_decoding(tmp_path, target, drafter):
-    found = evaluation.decode_held_out(settings(tmp_path), target, drafter)
+    found = evaluation.decode_held_out(settings(tmp_path), target, drafter, CHAIN)
     assert set(found) == {"tau", "alpha", "alpha_0", "alpha_1", "alpha_2"}
     assert 1 < found["tau"] < 4 and 0 < found["alpha"] < 1

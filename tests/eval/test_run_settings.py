@@ -110,9 +110,3 @@ def test_the_baseline_follows_the_headline_in_chains():
     assert found == DecodeRunConfig(name="ngram", drafter="ngram", length=2, nodes=2, batch=2)
     assert EvalConfig(runs=[tree]).with_baseline("ngram").runs == [tree]
     assert EvalConfig(runs=[tree], baseline="").with_baseline("eagle3").runs == [tree]
-
-
-@pytest.mark.parametrize("names", [("x", "x"), ("a/b", "c")])
-def test_run_names_must_differ_and_name_a_folder(tmp_path, target, drafter, names):
-    with pytest.raises(ValueError, match=r"eval\.runs name="):
-        evaluate(tmp_path, target, drafter, [DecodeRunConfig(name=name) for name in names])
