@@ -68,8 +68,8 @@ def evaluate(
     is written, if decoded text is not the target's.
     """
     began = time.perf_counter()
-    asked = config.eval
-    config = replace(config, eval=asked.with_baseline(config.drafter.family))
+    baseline = config.eval.baseline
+    config = replace(config, eval=config.eval.with_baseline(config.drafter.family))
     prompts = load_prompts(config.eval.prompts, limit=config.eval.max_prompts)
     texts: dict[str, list[Text]] = {}
     process = PartialState()
@@ -79,7 +79,7 @@ def evaluate(
     for dtype in sorted({run.dtype for run in config.eval.runs} | {"float32"}, key=lambda d: d == "float32"):
         target = load_target(dtype)
         drafters = {"": load_drafter(target).to(target.dtype)}  # as it is served
-        drafters |= other_drafters(config.eval, target, baseline=asked.baseline)
+        drafters |= other_drafters(config.eval, target, baseline=baseline)
         identity = _identity(config, target, drafters)
         with process.main_process_first():  # which measures and writes; the others read
             config = _priced(config, dtype, target, drafters, prompts, identity, folder / "costs")
