@@ -27,7 +27,7 @@ stages, the first six by default
 
 keys used most
   target=PATH              folder or hub id of the target (target.path)
-  corpus.path=FILE         conversations: .jsonl, .json, .parquet or hub:NAME
+  corpus.path=FILE         conversations: .jsonl .json .parquet hub:OWNER/NAME
   target.dtype=float32     dtype for capture and decoding
   train.passes=8           times the corpus is seen
   train.max_steps=100      optimizer steps at most

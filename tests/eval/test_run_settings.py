@@ -110,3 +110,9 @@ def test_the_baseline_follows_the_headline_in_chains():
     assert found == DecodeRunConfig(name="ngram", drafter="ngram", length=2, nodes=2, batch=2)
     assert EvalConfig(runs=[tree]).with_baseline("ngram").runs == [tree]
     assert EvalConfig(runs=[tree], baseline="").with_baseline("eagle3").runs == [tree]
+
+
+def test_runs_of_two_dtypes_are_decoded_one_dtype_after_the_other(tmp_path, target, drafter):
+    half = DecodeRunConfig(name="half", length=2, dtype="bfloat16")
+    evaluate(tmp_path, target, drafter, [run_of("full"), half])
+    assert [run["name"] for run in build_report(tmp_path)["runs"]] == ["full", "half"]
