@@ -234,7 +234,7 @@ def test_a_comparison_without_a_finished_cell_has_a_table_too(words, tmp_path, m
 
     monkeypatch.setattr(evaluation, "certify", fail)
     only = "compare.drafters={ngram: ['recipe=ngram_smollm2']}"
-    with pytest.raises(ValueError, match="^ngram, seed 3: no text; ngram, seed 4: no text$"):
+    with pytest.raises(CheckFailed, match="^ngram, seed 3: no text; ngram, seed 4: no text$"):
         stages.run(compose([*words, f"run_dir={tmp_path}", only]))
     assert (tmp_path / "compare.md").read_text().count("| FAILED, seed") == 2
     assert not read_json(tmp_path / "compare.json")["lossless"]
