@@ -41,9 +41,8 @@ def generate(
     `rejection` for a chain, `recursive` for a sampled tree and `target_only` for another; these and `block`
     keep the target's own law. The lossy `typical` and `thresholds`, to be set by `leniency`, mark their texts
     lossless=False. stop_strings: a text ends with the first that it contains (special tokens are no part of
-    it). graphs: replay each round as CUDA graphs, which needs a CUDA device. device: of a target that is
-    named, auto (the GPU if there is one), cpu or cuda. Raises ValueError for prompts and settings that do not
-    fit.
+    it). graphs: replay each round as CUDA graphs. device: of a target that is named, auto (the GPU if there
+    is one), cpu or cuda. Raises ValueError for prompts and settings that do not fit.
 
         spectrain.generate("smollm2", "runs/quickstart", ["Why is the sky blue?"], max_new_tokens=64)
     """
@@ -60,8 +59,7 @@ def generate(
     elif device != "auto":
         raise ValueError(f"device={device!r}: the target is loaded already, on {target.device}; leave it out")
     network = _load(drafter, target) if isinstance(drafter, (str, Path)) else drafter
-    if network is not None and plan is None:
-        plan = Plan(shape="chain", length=5)
+    plan = Plan(shape="chain", length=5) if plan is None and network is not None else plan
     if target.tokenizer is None:
         raise ValueError("target: it has no tokenizer, so spectrain.generate cannot read texts")
     found, _ = decode(
