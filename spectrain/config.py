@@ -114,6 +114,9 @@ class ObjectiveConfig:
     """Weights of losses by their names, TERMS (docs/math.md)."""
     slot_decay: float = 0.8
     """Slot k weighs slot_decay ** k."""
+    dpace: float = 0.0
+    """D-PACE instead of slot_decay: a slot weighs what its acceptance adds to the expected length, from the
+    drafter's own probabilities, this much of which is taken as certain (0.5 in the paper); 0: off."""
     lambda_decay: float = 1.0
     """lk_lambda mixes exp(-lambda_decay * alpha) of kl with the rest of tv."""
     chunk: int = 0
@@ -126,6 +129,7 @@ class ObjectiveConfig:
             choose("objective.terms", term, TERMS)
             above_zero(f"objective.terms.{term}", weight)
         above_zero("objective.slot_decay", self.slot_decay)
+        within("objective.dpace", self.dpace, 0.0, 1.0)
         at_least("objective.lambda_decay", self.lambda_decay, 0.0)
         if "lk_lambda" not in self.terms and self.lambda_decay != ObjectiveConfig.lambda_decay:
             raise ValueError(f"objective.lambda_decay={self.lambda_decay}: no effect without lk_lambda")

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import smooth_l1_loss
+from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from spectrain.config import ObjectiveConfig
+from spectrain.data.packing import Sample, pack
 from spectrain.features import FeatureBatch
 from spectrain.kernels.linear_divergence import Teacher, linear_divergence
 from spectrain.target import Target
@@ -21,6 +22,7 @@ from spectrain.target import Target
 # Rows of all slots: enough that passing over the head's gradient once per chunk is cheap. At 800 TFLOP/s and
 # 4.8 TB/s it takes, by arithmetic, a twentieth of the time of the chunk's products for 4096 rows.
 CHUNK = {"cpu": 512, "cuda": 4096}
+NOTHING = Sample("", torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.full((1,), -1))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,13 @@ RENORMALISED = ("kl", "reverse_kl", "jsd")
 
 
 def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
-    """Raise ValueError for smooth_l1 with a drafter whose states are not to equal the target's."""
+    """Raise ValueError for smooth_l1 with a drafter whose states are not to equal the target's, and for
+    D-PACE with one that learns a single slot."""
+    if config.dpace and drafter.index(pack([NOTHING])).slots == 1:
+        raise ValueError(
+            f"objective.dpace={config.dpace}: drafter {drafter.config.family} learns one slot here; D-PACE "
+            "weighs slots against each other"
+        )
     if "smooth_l1" not in config.terms:
         return
     head, family = drafter.head_weight(), drafter.config.family
@@ -81,7 +89,7 @@ class Objective:
     """Weighted sum of divergences, each divided by its own global count per slot.
 
     loss = sum_term w_term sum_k decay^k / N(term, k) sum_rows term(row), N over all processes and micro-steps
-    of the step.
+    of the step. With D-PACE w_term / N(term, 0) sum_rows pace(row) term(row).
     """
 
     def __init__(self, config: ObjectiveConfig, drafter, target: Target):
@@ -133,12 +141,18 @@ class Objective:
             return ObjectiveResult(
                 zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")}
             )
-        decay = self.config.slot_decay ** torch.arange(index.slots, dtype=torch.float64, device=counts.device)
+        label = self.position[batch.tokens.ids[index.source + 1]]
+        if self.config.dpace:
+            counts = counts[:, :1].expand_as(counts)
+            probability = label_probability(rows.state.float(), head_WD, index.slot, label)
+            of_slot = pace(index, probability, self.config.dpace)
+        else:
+            of_slot = self.config.slot_decay ** index.slot.double()
         weights = {}
         for i, (term, weight) in enumerate(self.config.terms.items()):
-            per_slot = weight * decay / counts[i].clamp(min=1)
+            of_row = weight * of_slot / counts[i].clamp(min=1)[index.slot]
             counted = self._counted(term, index, batch)
-            weights[term] = torch.where(counted, per_slot[index.slot], 0.0).float()
+            weights[term] = torch.where(counted, of_row, 0.0).float()
         regression = weights.pop("smooth_l1", None)
         sources, local = torch.unique(index.source, return_inverse=True)
         state, lse = batch.final[sources], batch.lse[sources]
@@ -150,7 +164,7 @@ class Objective:
             local,
             index.slot,
             weights,
-            label_R=self.position[batch.tokens.ids[index.source + 1]] if "ce" in weights else None,
+            label_R=label if "ce" in weights else None,
             top1_M=self.position[batch.argmax[sources]],
             lambda_decay=self.config.lambda_decay,
             chunk=self.config.chunk or max(1, CHUNK[rows.state.device.type] // index.slots),
@@ -167,3 +181,32 @@ class Objective:
     def _per_slot(index: RowIndex, value_R: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros(index.slots, dtype=torch.float64, device=value_R.device)
         return zeros.index_add_(0, index.slot, value_R.double())
+
+
+@torch.no_grad()
+def label_probability(
+    state_RD: torch.Tensor,
+    head_WD: torch.Tensor | Sequence[torch.Tensor],
+    slot_R: torch.Tensor,
+    label_R: torch.Tensor,
+) -> torch.Tensor:
+    """The drafter's probability of each row's label [R], 0 where the label is not kept (-1), one chunk of
+    logits at a time."""
+    probability = torch.zeros_like(state_RD[:, 0])
+    for slot in slot_R.unique().tolist():
+        head = head_WD if isinstance(head_WD, torch.Tensor) else head_WD[slot]
+        kept = ((slot_R == slot) & (label_R >= 0)).nonzero()[:, 0]
+        for rows in kept.split(CHUNK[state_RD.device.type]):
+            cost = cross_entropy(state_RD[rows] @ head.t(), label_R[rows], reduction="none")
+            probability[rows] = cost.neg().exp()
+    return probability
+
+
+def pace(index: RowIndex, probability_R: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Weights of D-PACE (arXiv 2605.18810), float64 [R]: sum_{m >= k} prod_{i <= m} ((1 - smoothing) q_i +
+    smoothing), over the slots that the row has. With smoothing 0 it is d E[accepted] / d log q_k."""
+    _, start = torch.unique(index.row, return_inverse=True)
+    chance = torch.zeros(int(start.max()) + 1, index.slots, dtype=torch.float64, device=index.row.device)
+    chance[start, index.slot] = (1 - smoothing) * probability_R.double() + smoothing
+    reached = chance.cumprod(1)  # ends at the first slot that a row does not have
+    return reached.flip(1).cumsum(1).flip(1)[start, index.slot]

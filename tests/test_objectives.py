@@ -13,7 +13,7 @@ from spectrain.data.packing import pack
 from spectrain.drafters.eagle3 import Config, build
 from spectrain.features import FeatureBatch
 from spectrain.kernels.linear_divergence import TERMS as DIVERGENCES
-from spectrain.objectives import Objective, RowIndex, Rows
+from spectrain.objectives import Objective, RowIndex, Rows, label_probability, pace
 from spectrain.target import Target
 from spectrain.testing import make_sample, random_samples, tiny_llama
 
@@ -55,14 +55,16 @@ def costing(losses):
     return z.requires_grad_(), HEAD.clone().requires_grad_()
 
 
-def ce_of(losses, *, counts=None, slots=None, decay=0.8):
+def ce_of(losses, *, counts=None, slots=None, rows=None, **settings):
     """Result, z and head of one batch of rows with those cross-entropies, one per token, all in slot 0 if not
     given."""
     drafter, target = stand_ins([0, 1], 3)
     batch = features([0] * (len(losses) + 3), [[0.0, 0.0, 0.0]] * (len(losses) + 3))
     slots = slots or [0] * len(losses)
-    index = index_of([[0, k] for k in slots], max(slots, default=0) + 1)
-    objective = Objective(ObjectiveConfig(terms={"ce": 1.0}, slot_decay=decay), drafter, target)
+    rows = rows or [0] * len(losses)
+    index = index_of([*zip(rows, slots, strict=True)], max(slots, default=0) + 1)
+    drafter.index = lambda tokens: index
+    objective = Objective(ObjectiveConfig(terms={"ce": 1.0}, **settings), drafter, target)
     z, head = costing(losses)
     counts = objective.count(index, batch) if counts is None else torch.tensor([counts], dtype=torch.float64)
     return objective.loss(Rows(index, z), batch, head, counts), z, head
@@ -82,10 +84,12 @@ def test_a_step_in_two_batches_is_the_step_in_one():
 
 
 @pytest.mark.case("O-T04")
-def test_micro_batches_of_a_real_drafter_add_up_to_one_batch():
+@pytest.mark.parametrize("dpace", [0.0, 0.5])
+def test_micro_batches_of_a_real_drafter_add_up_to_one_batch(dpace):
     target = Target(tiny_llama())
     drafter = build(Config(unroll=3), target, KEPT)
-    objective = Objective(ObjectiveConfig(terms={"kl": 1.0, "ce": 0.5, "tv": 0.2}), drafter, target)
+    config = ObjectiveConfig(terms={"kl": 1.0, "ce": 0.5, "tv": 0.2}, dpace=dpace)
+    objective = Objective(config, drafter, target)
     samples = random_samples(3)
 
     def run(groups):
@@ -150,14 +154,14 @@ def test_a_nan_counts_only_where_it_is_supervised(marks, expected):
 
 
 def test_slot_k_weighs_the_decay_to_the_k_over_its_own_count():
-    result, _, _ = ce_of([1.0, 3.0, 2.0], slots=[0, 0, 1], decay=0.5)
+    result, _, _ = ce_of([1.0, 3.0, 2.0], slots=[0, 0, 1], slot_decay=0.5)
     assert result.loss.item() == pytest.approx((1 + 3) / 2 + 0.5 * 2 / 1, abs=1e-6)
     assert result.stats["loss"].tolist() == pytest.approx([2.0, 1.0], abs=1e-6)
     assert result.stats["count"].tolist() == [2.0, 1.0]
 
 
 def test_a_slot_is_divided_by_the_count_of_the_whole_step():
-    result, _, _ = ce_of([1.0, 3.0, 2.0], slots=[0, 0, 1], counts=[8.0, 4.0], decay=0.5)
+    result, _, _ = ce_of([1.0, 3.0, 2.0], slots=[0, 0, 1], counts=[8.0, 4.0], slot_decay=0.5)
     assert result.loss.item() == pytest.approx(4 / 8 + 0.5 * 2 / 4, abs=1e-6)
 
 
@@ -172,6 +176,40 @@ def test_the_weight_of_a_term_scales_its_share():
     result = objective.loss(rows, batch, torch.eye(4), objective.count(index, batch))
     assert result.loss.item() == pytest.approx(0.5 * math.log(4), abs=1e-6)
     assert result.stats["alpha"].tolist() == pytest.approx([2.0], abs=1e-6)  # a sum over two rows
+
+
+# D-PACE
+
+
+def test_dpace_weighs_a_slot_by_what_its_acceptance_adds():
+    """Smoothed by half, q = 1/2, 1/4 are 3/4, 5/8: reached 3/4 and 15/32 of the time. Two roots, so both
+    slots are divided by two."""
+    result, z, _ = ce_of([math.log(2), math.log(4), math.log(4)], rows=[0, 0, 1], slots=[0, 1, 0], dpace=0.5)
+    first, second, alone = (3 / 4 + 15 / 32) * math.log(2), 15 / 32 * math.log(4), 5 / 8 * math.log(4)
+    assert result.stats["loss"].tolist() == pytest.approx([(first + alone) / 2, second / 2], abs=1e-6)
+    result.loss.backward()  # d ce / dz = sigmoid(z) = 1 - q, the weights being constants
+    expected = [(3 / 4 + 15 / 32) / 2 / 2, 15 / 32 * 3 / 4 / 2, 5 / 8 * 3 / 4 / 2]
+    assert z.grad[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_smoothing_the_weight_is_the_gradient_of_the_expected_length():
+    log_q = torch.tensor([-0.1, -0.7, -2.0, -0.4], dtype=torch.float64, requires_grad=True)
+    log_q.cumsum(0).exp().sum().backward()
+    index = index_of([[5, 0], [5, 1], [5, 2], [5, 3]], 4)
+    torch.testing.assert_close(pace(index, log_q.detach().exp(), 0.0), log_q.grad)
+
+
+def test_a_label_that_is_not_kept_has_probability_zero_and_each_slot_its_own_head():
+    heads = (torch.tensor([[0.0], [0.0]]), torch.tensor([[0.0], [math.log(3)]]))
+    state, slot, label = torch.ones(4, 1), torch.tensor([0, 1, 1, 0]), torch.tensor([1, 1, 0, -1])
+    assert label_probability(state, heads, slot, label).tolist() == pytest.approx([0.5, 0.75, 0.25, 0.0])
+
+
+def test_dpace_is_refused_for_a_single_slot():
+    drafter, target = stand_ins([0, 1], 3)
+    drafter.index, drafter.config = lambda tokens: index_of([], 1), SimpleNamespace(family="name")
+    with pytest.raises(ValueError, match=r"objective\.dpace=0\.5: drafter name learns one slot"):
+        Objective(ObjectiveConfig(dpace=0.5), drafter, target)
 
 
 # what each term counts

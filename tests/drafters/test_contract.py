@@ -138,15 +138,20 @@ def test_the_loss_and_its_gradients_equal_a_dense_reference(family):
         assert (one - other).abs().max() <= 1e-4 * other.abs().max(), name
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [(ObjectiveConfig(terms={term: 1.0}), f"objective.terms.{term}") for term in TERMS]
+    + [(ObjectiveConfig(dpace=0.5), "objective.dpace")],
+    ids=[*TERMS, "dpace"],
+)
 @of_every_trained_family
-def test_every_objective_trains_the_family_or_is_refused_by_name(family, term):
+def test_every_objective_trains_the_family_or_is_refused_by_name(family, config, key):
     drafter = new_drafter(family, TARGET)
     batch = capture_batch(TARGET, [A, B], drafter.taps)
     try:
-        objective = Objective(ObjectiveConfig(terms={term: 1.0}), drafter, TARGET)
+        objective = Objective(config, drafter, TARGET)
     except ValueError as refusal:
-        assert all(name in str(refusal) for name in ("objective.terms", term, drafter.config.family))
+        assert str(refusal).startswith(key) and drafter.config.family in str(refusal)
         return
     counts = objective.count(drafter.index(batch.tokens), batch)
     result = objective.loss(drafter.rows(batch), batch, drafter.head_weight(), counts)
