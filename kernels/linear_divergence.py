@@ -243,7 +243,7 @@ class _Chunk:
             r = self._of_rows(self.teacher.r, rows, self.scratch.few_r) if KL & set(self.weights) else None
             both = self.scratch.few_p[: len(x)]
             if r is not None:
-                self.cross[rows] = torch.mul(x, r, out=both).sum(-1)
+                self.cross[rows] = torch.linalg.vecdot(x, r)
             torch.ops.aten._softmax.out(x, -1, False, out=x)
             largest = x.amax(-1)
             self.lse[rows] = top - largest.log()

@@ -6,18 +6,21 @@ At step k, the query of row i sees the step-0 keys 0 .. i of its document and it
     1100 0100 0100
     1110 0010 0010
     1111 0001 0001
-No S x S and no S x kS tensor exists: queries come in runs of consecutive rows, a run's keys split into those
-before it (all seen) and its own square (causal), and the parts are merged with the diagonal terms by their
-log-sum-exp. The backward of a part needs only the merged output and log-sum-exp, so it is exact. Accumulation
-is float32. On a GPU `ttt_attention_triton.py` does it in one pass per block of queries.
+No S x S and no S x kS tensor exists: queries come in runs of consecutive rows, a run is done in blocks of
+BLOCK queries, whose scores and their own rows' share one softmax. The backward forms a block's scores again
+and needs the output and the log-sum-exp alone. On a GPU `ttt_attention_triton.py` does it in one pass per
+block of queries.
 Legend: H query heads, G key/value heads, N queries, S step-0 keys, K head dim, n later steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+BLOCK = 64  # queries of a block
+CACHED = 2**19  # scores formed at a time on CPU, if more than one key/value head is needed for that
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Run:
 @dataclass(frozen=True)
 class Own:
     """What the rows of one later step offer to themselves: keys and values [G, M, K], and for each query the
-    place of its row among the M, int64 [N]."""
+    place of its row among the M, int64 [N], rising."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -93,21 +96,10 @@ def reference(q_HNK, k_GSK, v_GSK, own, runs, scale):
     return torch.cat(outs, 1)
 
 
-def _flash(*args, **kwargs):
-    with _float32_products():
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)
-
-
-def _flash_backward(*args, **kwargs):
-    with _float32_products():
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **kwargs)
-
-
 @contextmanager
 def _float32_products():
-    """Under bfloat16 products, torch's fused attention on CPU is 10 times slower in float32 (6.6 against 0.7
-    ms for 9 heads of 140 x 140 x 64, Xeon with AMX, torch 2.13, 2026-11-29), so they are switched off around
-    it."""
+    """Under bfloat16 products a block's are slower than in float32 (forward and backward of 9 heads on 2,000
+    tokens in 40 documents: 53 against 34 ms, Xeon with AMX, torch 2.13, 2026-11-30): they are off here."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -117,100 +109,115 @@ def _float32_products():
         matmul.fp32_precision = before
 
 
-def _parts(run: Run):
-    """(key slice, causal) of a run: everything before it, then its own square."""
-    if run.row > run.begin:
-        yield slice(run.begin, run.row), False
-    yield slice(run.row, run.row + run.count), True
+def _blocks(runs: Sequence[Run], H: int, G: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(key/value heads, queries, keys) of each block; its last query sees all its keys."""
+    for run in runs:
+        for start in range(0, run.count, BLOCK):
+            stop = min(start + BLOCK, run.count)
+            queries = slice(run.first + start, run.first + stop)
+            keys = slice(run.begin, run.row + stop)
+            scores = H // G * (stop - start) * (keys.stop - keys.start)
+            heads = max(1, CACHED // scores)
+            for head in range(0, G, heads):
+                yield slice(head, head + heads), queries, keys
+
+
+def _scores(q, k, heads: slice, queries: slice, keys: slice) -> torch.Tensor:
+    """[heads, H/G, queries, keys] of q [G, H/G, N, K], scaled before, and k [G, S, K], -inf above the
+    diagonal that ends in the last corner."""
+    q = q[heads, :, queries]
+    scores = torch.bmm(q.flatten(1, 2), k[heads, keys].transpose(1, 2)).unflatten(1, q.shape[1:3])
+    n = q.shape[2]
+    scores[..., -n:] += torch.full((n, n), -torch.inf, dtype=q.dtype).triu_(1)
+    return scores
 
 
 class _TTTAttention(torch.autograd.Function):
-    """Keeps its inputs, output and log-sum-exp; keys are repeated and stacked for the length of a call."""
+    """Keeps its inputs, output and log-sum-exp. A name's 4 says that heads are [G, H/G]."""
 
     @staticmethod
+    @_float32_products()
     def forward(ctx, runs, scale, places, q, k, v, *own):
-        H, N, K = q.shape
-        group = H // k.shape[0]
-        k_H, v_H = (t.repeat_interleave(group, 0) for t in (k, v))
-        own_s = _own_scores(q, _stacked(own[::2], places), scale) if own else None
-        out = torch.empty_like(q)
-        lse = q.new_empty(H, N)
-        for run in runs:
-            here = slice(run.first, run.first + run.count)
-            pieces = [
-                _flash(q[None, :, here], k_H[None, :, keys], v_H[None, :, keys], 0.0, causal, scale=scale)
-                for keys, causal in _parts(run)
-            ]
-            logs = [piece_lse[0] for _, piece_lse in pieces]
-            if own_s is not None:
-                logs.append(torch.logsumexp(own_s[:, here], -1))
-            total = logs[0] if len(logs) == 1 else torch.logsumexp(torch.stack(logs), 0)
-            merged = sum(
-                o[0] * (log - total).exp()[..., None] for (o, _), log in zip(pieces, logs, strict=False)
-            )
-            out[:, here], lse[:, here] = merged, total
-        if own_s is not None:
-            out += _own_mix((own_s - lse[..., None]).exp(), _stacked(own[1::2], places))
+        H, G = len(q), len(k)
+        keys_own, values_own = _taken(own[::2], places), _taken(own[1::2], places)
+        q4 = (q * scale).unflatten(0, (G, -1))
+        own4 = _own_scores(q4, keys_own)
+        out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
+        out4, lse4 = (t.unflatten(0, (G, -1)) for t in (out, lse))
+        for heads, queries, keys in _blocks(runs, H, G):
+            p = _scores(q4, k, heads, queries, keys)
+            own_p = own4[heads, :, queries]
+            top = p.amax(-1, keepdim=True)
+            if own:
+                top = torch.maximum(top, own_p.amax(-1, keepdim=True))
+            total = p.sub_(top).exp_().sum(-1, keepdim=True) + (own_p - top).exp_().sum(-1, keepdim=True)
+            mixed = torch.bmm(p.flatten(1, 2), v[heads, keys]).unflatten(1, p.shape[1:3])
+            torch.div(mixed, total, out=out4[heads, :, queries])
+            lse4[heads, :, queries] = (top + total.log_())[..., 0]
+        weights4 = own4.sub_(lse4[..., None]).exp_()
+        for i, value in enumerate(values_own):
+            out4.addcmul_(weights4[..., i, None], value[:, None])
         ctx.save_for_backward(q, k, v, out, lse, *own)
         ctx.runs, ctx.scale, ctx.places = runs, scale, places
         return out
 
     @staticmethod
+    @_float32_products()
     def backward(ctx, grad):
         q, k, v, out, lse, *own = ctx.saved_tensors
-        H, _, K = q.shape
-        G = k.shape[0]
-        grad = grad.contiguous()
-        k_H, v_H = (t.repeat_interleave(H // G, 0) for t in (k, v))
-        dq, dk_H, dv_H = torch.zeros_like(q), torch.zeros_like(k_H), torch.zeros_like(v_H)
-        for run in ctx.runs:
-            here = slice(run.first, run.first + run.count)
-            # the kernel's backward reads the log-sum-exp as its forward lays it out: heads innermost
-            log = lse[None, :, here].transpose(1, 2).contiguous().transpose(1, 2)
-            for keys, causal in _parts(run):
-                dq_part, dk_part, dv_part = _flash_backward(
-                    grad[None, :, here], q[None, :, here], k_H[None, :, keys], v_H[None, :, keys],
-                    out[None, :, here], log, 0.0, causal, scale=ctx.scale,
-                )  # fmt: skip
-                dq[:, here] += dq_part[0]
-                dk_H[:, keys] += dk_part[0]
-                dv_H[:, keys] += dv_part[0]
-        dk, dv = (t.view(G, H // G, -1, K).sum(1) for t in (dk_H, dv_H))
-        d_own = _own_backward(grad, q, out, lse, own, ctx.places, ctx.scale, dq) if own else ()
-        return None, None, None, dq, dk, dv, *d_own
+        H, G = len(q), len(k)
+        delta = torch.linalg.vecdot(grad, out)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        q4, grad4, dq4, lse4, delta4 = (
+            t.unflatten(0, (G, -1)) for t in (q * ctx.scale, grad, dq, lse, delta)
+        )
+        for heads, queries, keys in _blocks(ctx.runs, H, G):
+            p = _scores(q4, k, heads, queries, keys).sub_(lse4[heads, :, queries, None]).exp_()
+            here = grad4[heads, :, queries].flatten(1, 2)
+            dv[heads, keys] += torch.bmm(p.flatten(1, 2).transpose(1, 2), here)
+            d = torch.bmm(here, v[heads, keys].transpose(1, 2)).view_as(p)
+            d = d.sub_(delta4[heads, :, queries, None]).mul_(p).flatten(1, 2)
+            dq4[heads, :, queries] = torch.bmm(d, k[heads, keys]).unflatten(1, p.shape[1:3])
+            dk[heads, keys] += torch.bmm(d.transpose(1, 2), q4[heads, :, queries].flatten(1, 2))
+        d_own = _own_backward(grad4, q4, lse4, delta4, own, ctx.places, dq4)
+        return None, None, None, dq.mul_(ctx.scale), dk, dv, *d_own
 
 
-def _own_backward(grad, q, out, lse, own, places, scale, dq) -> list[torch.Tensor]:
-    """Gradients of the own keys and values, in the order of `own`; adds to dq."""
-    keys, values = _stacked(own[::2], places), _stacked(own[1::2], places)
-    G = keys.shape[1]
-    weights = (_own_scores(q, keys, scale) - lse[..., None]).exp()
-    g, o, q, w = (t.view(G, -1, *t.shape[1:]) for t in (grad, out, q, weights))
-    d_scores = torch.einsum("ghik,ngik->ghin", g, values) - (g * o).sum(-1, keepdim=True)
-    d_scores *= w * scale
-    dq += torch.einsum("ghin,ngik->ghik", d_scores, keys).flatten(0, 1)
-    d_keys = torch.einsum("ghin,ghik->ngik", d_scores, q)
-    d_values = torch.einsum("ghin,ghik->ngik", w, g)
+def _taken(tensors_GMK: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[G, N, K] of each: the rows that the queries read, a view where they are the first N."""
+    return [
+        t[:, : len(place)] if _first(place) else t.index_select(1, place)
+        for t, place in zip(tensors_GMK, places, strict=True)
+    ]
+
+
+def _first(place: torch.Tensor) -> bool:
+    """Whether rising places are 0, 1, .."""
+    return not len(place) or int(place[-1]) == len(place) - 1
+
+
+def _own_scores(q4, keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[G, H/G, N, n]: each query, scaled before, against its own row's key of each of the n steps."""
+    return torch.stack([torch.linalg.vecdot(q4, key[:, None]) for key in keys], -1) if keys else q4[..., :0]
+
+
+def _own_backward(grad4, q4, lse4, delta4, own, places, dq4) -> list[torch.Tensor]:
+    """Gradients of the own keys and values, in the order of `own`; adds to dq4, which is not yet scaled."""
+    keys, values = _taken(own[::2], places), _taken(own[1::2], places)
+    weights4 = (_own_scores(q4, keys) - lse4[..., None]).exp_()
     found = []
-    for i, place in enumerate(places):
-        for tensor, rows in ((own[2 * i], d_keys[i]), (own[2 * i + 1], d_values[i])):
-            found.append(torch.zeros_like(tensor).index_copy_(1, place, rows))
+    for i, (key, value, place) in enumerate(zip(keys, values, places, strict=True)):
+        weight = weights4[..., i]
+        d_score = torch.linalg.vecdot(grad4, value[:, None]).sub_(delta4).mul_(weight)
+        dq4.addcmul_(d_score[..., None], key[:, None])
+        for tensor, above, read in ((own[2 * i], d_score, q4), (own[2 * i + 1], weight, grad4)):
+            each = above[..., None] * read
+            found.append(_put_back(each[:, 0] if each.shape[1] == 1 else each.sum(1), place, tensor))
     return found
 
 
-def _stacked(tensors_GMK, places) -> torch.Tensor:
-    """[n, G, N, K]: the rows of each step that the queries read."""
-    return torch.stack([t.index_select(1, place) for t, place in zip(tensors_GMK, places, strict=True)])
-
-
-def _own_scores(q_HNK, own_k_nGNK, scale):
-    """[H, N, n]: each query against its own row's keys."""
-    n, G, N, K = own_k_nGNK.shape
-    q = q_HNK.view(G, -1, N, K)
-    return torch.einsum("ghik,ngik->ghin", q, own_k_nGNK).mul_(scale).reshape(q_HNK.shape[0], N, n)
-
-
-def _own_mix(weights_HNn, own_v_nGNK):
-    """[H, N, K]: own values weighted."""
-    n, G, N, K = own_v_nGNK.shape
-    return torch.einsum("ghin,ngik->ghik", weights_HNn.view(G, -1, N, n), own_v_nGNK).reshape(-1, N, K)
+def _put_back(gradient_GNK, place, like_GMK) -> torch.Tensor:
+    """[G, M, K]: gradients of the rows that were read, zeros elsewhere."""
+    if _first(place) and len(place) == like_GMK.shape[1]:
+        return gradient_GNK
+    return torch.zeros_like(like_GMK).index_copy_(1, place, gradient_GNK)

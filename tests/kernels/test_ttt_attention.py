@@ -139,6 +139,31 @@ def test_odd_lengths_equal_the_dense_form(count, row):
     assert_equal_to_dense(ttt_attention, draw((2, 1), count, row + count + 2, 2), *one_run(count, row, 2))
 
 
+@FORMS
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_queries_rows_may_be_the_first_the_last_or_all_of_a_step(form, offset, more):
+    q, k, v, own = draw((4, 2), 5, 5, 2)
+    rows = 5 + offset + more
+    places = torch.arange(5) + offset
+    own = [Own(*(torch.randn(2, rows, K).requires_grad_() for _ in "kv"), places) for _ in own]
+    assert_equal_to_dense(form, (q, k, v, own), *cut_to(5, one_run(5, 0, 2)))
+
+
+def cut_to(keys, run_and_mask):
+    """Without the two keys behind the run."""
+    runs, mask = run_and_mask
+    return runs, torch.cat((mask[:, :keys], mask[:, keys + 2 :]), 1)
+
+
+@pytest.mark.parametrize("cached", [1, 2**11, 2**30])
+def test_the_number_of_heads_at_a_time_changes_nothing(cached, monkeypatch):
+    tensors, args = draw((9, 3), 63, 102, 1), one_run(63, 37, 1)
+    monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(module, "CACHED", cached)
+    assert_equal_to_dense(ttt_attention, tensors, *args)
+
+
 @pytest.mark.parametrize(("count", "row"), [(1, 0), (63, 37), (37, 963)])  # the last with 1000 keys seen
 def test_odd_lengths_equal_the_dense_form_in_triton(triton, count, row):
     assert_equal_to_dense(triton, draw((2, 1), count, row + count + 2, 2), *one_run(count, row, 2))
@@ -217,22 +242,14 @@ def bfloat16_products():
 
 
 def test_bfloat16_products_are_off_inside_and_on_again_after(bfloat16_products, monkeypatch):
-    seen = []
-    for name in ("forward", "backward"):
-        suffix = "" if name == "forward" else "_backward"
-        op = f"_scaled_dot_product_flash_attention_for_cpu{suffix}"
-        kernel = getattr(torch.ops.aten, op)
+    seen, bmm = [], torch.bmm
 
-        def noted(*args, kernel=kernel, **kwargs):
-            seen.append((kernel.__name__, bfloat16_products.fp32_precision))
-            return kernel(*args, **kwargs)
+    def noted(a, b):
+        seen.append(bfloat16_products.fp32_precision)
+        return bmm(a, b)
 
-        monkeypatch.setattr(torch.ops.aten, op, noted)
+    monkeypatch.setattr(torch, "bmm", noted)
     tensors = draw((2, 1), 2, 4, 0)
     ttt_attention(*tensors, (Run(first=0, count=2, row=2, begin=0),), SCALE).sum().backward()
-    names = ["_scaled_dot_product_flash_attention_for_cpu"] * 2
-    names += [
-        "_scaled_dot_product_flash_attention_for_cpu_backward"
-    ] * 2  # keys before the run, then its square
-    assert seen == [(name, "ieee") for name in names]
+    assert seen == ["ieee"] * 7  # scores and output, then scores again and four gradients
     assert bfloat16_products.fp32_precision == "bf16"
