@@ -21,6 +21,7 @@ Sources: Leviathan et al. 2023 (alpha); lk_alpha and lk_lambda: arXiv 2602.23881
 Legend: R rows, M target rows, D drafter state, W kept ids, n target rows of a chunk.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -232,37 +233,38 @@ class _Chunk:
         """x; of each row [m] log-sum-exp, sum r x (with a kl), label logit, agreement, sum min(p, q): the
         equal 1 - |q - p| / 2 loses its digits where alpha is small."""
         self.x = torch.mm(self.z, self.head.t(), out=self.scratch.x[: len(self.z)])
-        self.lse, self.cross, self.alpha = (torch.empty_like(self.z[:, 0]) for _ in range(3))
-        self.agree = torch.zeros_like(self.lse)
+        top, largest, self.cross, self.alpha = torch.empty_like(self.z[:, 0]).expand(4, -1).clone()
+        self.places = self.local.tolist()
+        self.seams = (self.local.diff() != 1).nonzero()[:, 0].tolist()
         if self.label is not None:
             self.label_logit = self.x.gather(1, self.label[:, None])[:, 0]
+        if top1_n is not None:
+            wanted = top1_n[self.local]
+            found = self.x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
         step = len(self.scratch.few_p)
         for start in range(0, len(self.x), step):
             rows = slice(start, min(start + step, len(self.x)))
-            x, top = self.x[rows], self.x[rows].amax(-1)
+            x, both = self.x[rows], self.scratch.few_p[: rows.stop - start]
+            torch.amax(x, -1, out=top[rows])
             r = self._of_rows(self.teacher.r, rows, self.scratch.few_r) if KL & set(self.weights) else None
-            both = self.scratch.few_p[: len(x)]
             if r is not None:
-                self.cross[rows] = torch.linalg.vecdot(x, r)
+                torch.linalg.vecdot(x, r, out=self.cross[rows])
             torch.ops.aten._softmax.out(x, -1, False, out=x)
-            largest = x.amax(-1)
-            self.lse[rows] = top - largest.log()
-            if top1_n is not None:
-                wanted = top1_n[self.local[rows]]
-                found = x.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
-                self.agree[rows] = ((found == largest) & (wanted >= 0)).to(x.dtype)
+            torch.amax(x, -1, out=largest[rows])
             torch.minimum(x, self._of_rows(self.teacher.p, rows, both), out=both)
-            self.alpha[rows] = both.sum(-1)
+            torch.sum(both, -1, out=self.alpha[rows])
             if r is not None and len(self.weights) == 1 and "kl" in self.weights:
                 x.sub_(r)
+        self.lse = top - largest.log_()
+        self.agree = torch.zeros_like(top)
+        if top1_n is not None:
+            self.agree = ((found == top) & (wanted >= 0)).to(top.dtype)
 
     def _of_rows(self, law: torch.Tensor, rows: slice, buffer: torch.Tensor) -> torch.Tensor:
         """p or p/P of rows, without a copy where their target rows follow one another."""
-        local = self.local[rows]
-        first, count = int(local[0]), len(local)
-        if torch.equal(local, torch.arange(first, first + count, device=local.device)):
-            return law[first : first + count]
-        return torch.index_select(law, 0, local, out=buffer[:count])
+        if bisect_left(self.seams, rows.start) == bisect_left(self.seams, rows.stop - 1):
+            return law[self.places[rows.start] : self.places[rows.stop - 1] + 1]
+        return torch.index_select(law, 0, self.local[rows], out=buffer[: rows.stop - rows.start])
 
     def loss_and_gradient(
         self, decay: float, dhead: torch.Tensor | None
