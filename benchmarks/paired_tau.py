@@ -5,7 +5,7 @@
 RUN: run folders with an evaluation, such as the cells of a comparison; the i-th of both lists belong
 together, as trained with one seed. Prompts, and seeds if there are several, are drawn for both drafters at
 once, so that what makes a prompt easy for both is in neither's favour: two intervals of tau that overlap can
-hide a clear difference.
+hide a clear difference. With few seeds the interval is too narrow: three can be drawn in ten ways.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from spectrain.eval.records import Text, counters, read_texts
-from spectrain.metrics import _drawn, ratios
+from spectrain.metrics import drawn, ratios
 
 RESAMPLES = 10_000
 
@@ -45,11 +45,11 @@ def main() -> None:
             f"--these and --those did not decode the same prompts: {len(keys)} and {len(others)}, "
             f"the first that one lacks: {min({*keys} ^ {*others}, default='none')}"
         )
-    weights, prompts = _drawn([name for _, name, _ in keys], RESAMPLES, np.random.default_rng(0))
-    seeds, number = _drawn([folder for folder, _, _ in keys], RESAMPLES, np.random.default_rng(1))
+    weights, prompts = drawn([name for _, name, _ in keys], RESAMPLES, np.random.default_rng(0))
+    seeds, number = drawn([folder for folder, _, _ in keys], RESAMPLES, np.random.default_rng(1))
     taus = []
     for texts in (these, those):
-        slots = max(len(r.alphas) for text in texts for r in text.speculative.rounds)
+        slots = max((len(r.alphas) for text in texts for r in text.speculative.rounds), default=0)
         sums = counters(texts, slots=slots)
         point = ratios(sums.pooled(), length=slots)["tau"][0]
         taus.append((point, ratios(sums.total(weights * seeds), length=slots)["tau"]))

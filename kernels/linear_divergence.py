@@ -233,7 +233,7 @@ class _Chunk:
         """x; of each row [m] log-sum-exp, sum r x (with a kl), label logit, agreement, sum min(p, q): the
         equal 1 - |q - p| / 2 loses its digits where alpha is small."""
         self.x = torch.mm(self.z, self.head.t(), out=self.scratch.x[: len(self.z)])
-        top, largest, self.cross, self.alpha = torch.empty_like(self.z[:, 0]).expand(4, -1).clone()
+        top, largest, self.cross, self.alpha = self.z.new_empty(4, len(self.z))
         self.places = self.local.tolist()
         self.seams = (self.local.diff() != 1).nonzero()[:, 0].tolist()
         if self.label is not None:

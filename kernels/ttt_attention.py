@@ -8,8 +8,8 @@ At step k, the query of row i sees the step-0 keys 0 .. i of its document and it
     1111 0001 0001
 No S x S and no S x kS tensor exists: queries come in runs of consecutive rows, a run is done in blocks of
 BLOCK queries, whose scores and their own rows' share one softmax. The backward forms a block's scores again
-and needs the output and the log-sum-exp alone. On a GPU `ttt_attention_triton.py` does it in one pass per
-block of queries.
+and needs the output and the log-sum-exp alone. Sums have the dtype of the inputs, float32 in training. On a
+GPU `ttt_attention_triton.py` does it in one pass per block of queries.
 Legend: H query heads, G key/value heads, N queries, S step-0 keys, K head dim, n later steps.
 """
 
@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 64  # queries of a block
-CACHED = 2**19  # scores formed at a time on CPU, if more than one key/value head is needed for that
+# Queries of a block, and the most scores of a block on CPU unless one key/value head has more. Half or twice
+# of either is within 5% (Xeon, 2 MiB of L2; docs/log.md, 2026-11-30).
+BLOCK = 64
+CACHED = 2**19
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class _TTTAttention(torch.autograd.Function):
     @staticmethod
     @_float32_products()
     def forward(ctx, runs, scale, places, q, k, v, *own):
+        assert q.dtype in (torch.float32, torch.float64), q.dtype
         H, G = len(q), len(k)
         keys_own, values_own = _taken(own[::2], places), _taken(own[1::2], places)
         q4 = (q * scale).unflatten(0, (G, -1))

@@ -130,6 +130,8 @@ class ObjectiveConfig:
             above_zero(f"objective.terms.{term}", weight)
         above_zero("objective.slot_decay", self.slot_decay)
         within("objective.dpace", self.dpace, 0.0, 1.0)
+        if self.dpace and self.slot_decay != ObjectiveConfig.slot_decay:
+            raise ValueError(f"objective.slot_decay={self.slot_decay}: no effect with objective.dpace")
         at_least("objective.lambda_decay", self.lambda_decay, 0.0)
         if "lk_lambda" not in self.terms and self.lambda_decay != ObjectiveConfig.lambda_decay:
             raise ValueError(f"objective.lambda_decay={self.lambda_decay}: no effect without lk_lambda")

@@ -184,9 +184,9 @@ def estimate(
     spreads = {}
     for is_timed, groups in ((False, prompts), (True, units)):
         rng = np.random.default_rng(seed)
-        weights_BP, number = _drawn(groups, resamples, rng)
+        weights_BP, number = drawn(groups, resamples, rng)
         if trainings is not None:
-            times_BP, other = _drawn(trainings, resamples, rng)
+            times_BP, other = drawn(trainings, resamples, rng)
             weights_BP, number = weights_BP * times_BP, max(number, other)
         total = counters.total(weights_BP)
         spread = ratios(total, length=length, limit_cost=limit_cost)
@@ -194,7 +194,7 @@ def estimate(
     return {name: _numbers(point[name][0], spreads[name in TIMED][name]) for name in point}
 
 
-def _drawn(groups: Sequence, resamples: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+def drawn(groups: Sequence, resamples: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """How often each text's group is drawn in each resample [B, P], and the number of groups."""
     _, group_of = np.unique(np.asarray(groups), return_inverse=True)
     number = int(group_of.max()) + 1

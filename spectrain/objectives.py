@@ -22,7 +22,6 @@ from spectrain.target import Target
 # Rows of all slots: enough that passing over the head's gradient once per chunk is cheap. At 800 TFLOP/s and
 # 4.8 TB/s it takes, by arithmetic, a twentieth of the time of the chunk's products for 4096 rows.
 CHUNK = {"cpu": 512, "cuda": 4096}
-NOTHING = Sample("", torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.full((1,), -1))
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ RENORMALISED = ("kl", "reverse_kl", "jsd")
 def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
     """Raise ValueError for smooth_l1 with a drafter whose states are not to equal the target's, and for
     D-PACE with one that learns a single slot."""
-    if config.dpace and drafter.index(pack([NOTHING])).slots == 1:
+    if config.dpace and _slots(drafter) == 1:
         raise ValueError(
             f"objective.dpace={config.dpace}: drafter {drafter.config.family} learns one slot here; D-PACE "
             "weighs slots against each other"
@@ -83,6 +82,12 @@ def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
             f"objective.terms.smooth_l1: the states of family {family} are {head.shape[1]} wide: expected "
             f"{target.hidden_size}, as the target's"
         )
+
+
+def _slots(drafter) -> int:
+    """How many slots a drafter learns, asked with a text of one token."""
+    ids = torch.zeros(1, dtype=torch.int32)
+    return drafter.index(pack([Sample("", ids, torch.zeros(1, dtype=torch.bool), ids - 1)])).slots
 
 
 class Objective:
@@ -142,9 +147,10 @@ class Objective:
                 zero, {name: zeros.clone() for name in ("loss", "alpha", "agree", "count")}
             )
         label = self.position[batch.tokens.ids[index.source + 1]]
+        chunk = self.config.chunk or max(1, CHUNK[rows.state.device.type] // index.slots)
         if self.config.dpace:
             counts = counts[:, :1].expand_as(counts)
-            probability = label_probability(rows.state.float(), head_WD, index.slot, label)
+            probability = label_probability(rows.state, head_WD, index.slot, label, chunk * index.slots)
             of_slot = pace(index, probability, self.config.dpace)
         else:
             of_slot = self.config.slot_decay ** index.slot.double()
@@ -167,7 +173,7 @@ class Objective:
             label_R=label if "ce" in weights else None,
             top1_M=self.position[batch.argmax[sources]],
             lambda_decay=self.config.lambda_decay,
-            chunk=self.config.chunk or max(1, CHUNK[rows.state.device.type] // index.slots),
+            chunk=chunk,
         )
         if regression is not None:
             distance = smooth_l1_loss(rows.state.float(), batch.final[index.source].float(), reduction="none")
@@ -189,16 +195,18 @@ def label_probability(
     head_WD: torch.Tensor | Sequence[torch.Tensor],
     slot_R: torch.Tensor,
     label_R: torch.Tensor,
+    chunk: int,
 ) -> torch.Tensor:
-    """The drafter's probability of each row's label [R], 0 where the label is not kept (-1), one chunk of
-    logits at a time."""
-    probability = torch.zeros_like(state_RD[:, 0])
+    """The drafter's probability of each row's label, float32 [R], 0 where the label is not kept (-1), logits
+    of `chunk` rows at a time."""
+    probability = torch.zeros_like(state_RD[:, 0], dtype=torch.float32)
     for slot in slot_R.unique().tolist():
         head = head_WD if isinstance(head_WD, torch.Tensor) else head_WD[slot]
         kept = ((slot_R == slot) & (label_R >= 0)).nonzero()[:, 0]
-        for rows in kept.split(CHUNK[state_RD.device.type]):
-            cost = cross_entropy(state_RD[rows] @ head.t(), label_R[rows], reduction="none")
-            probability[rows] = cost.neg().exp()
+        for rows in kept.split(chunk):
+            with torch.autocast(state_RD.device.type, enabled=False):  # bfloat16 logits would be too coarse
+                logits = state_RD[rows].float() @ head.float().t()
+            probability[rows] = cross_entropy(logits, label_R[rows], reduction="none").neg().exp()
     return probability
 
 

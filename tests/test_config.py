@@ -177,6 +177,7 @@ BETAS = "expected two numbers from 0 to below 1"
         ("objective.terms={kl: 1, tv: -1}", "objective.terms.tv=-1.0: expected above 0"),
         ("objective.slot_decay=0", "objective.slot_decay=0.0: expected above 0"),
         ("objective.dpace=1.5", "objective.dpace=1.5: expected 0.0 to 1.0"),
+        ("objective={dpace: 0.5, slot_decay: 1}", "objective.slot_decay=1.0: no effect with objective.dpace"),
         ("objective.lambda_decay=3", "objective.lambda_decay=3.0: no effect without lk_lambda"),
         ("objective.chunk=-1", "objective.chunk=-1: expected at least 0"),
         ("train.learning_rate=0", "train.learning_rate=0.0: expected above 0"),

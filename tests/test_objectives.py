@@ -202,7 +202,17 @@ def test_without_smoothing_the_weight_is_the_gradient_of_the_expected_length():
 def test_a_label_that_is_not_kept_has_probability_zero_and_each_slot_its_own_head():
     heads = (torch.tensor([[0.0], [0.0]]), torch.tensor([[0.0], [math.log(3)]]))
     state, slot, label = torch.ones(4, 1), torch.tensor([0, 1, 1, 0]), torch.tensor([1, 1, 0, -1])
-    assert label_probability(state, heads, slot, label).tolist() == pytest.approx([0.5, 0.75, 0.25, 0.0])
+    for chunk in (1, 9):
+        found = label_probability(state, heads, slot, label, chunk)
+        assert found.tolist() == pytest.approx([0.5, 0.75, 0.25, 0.0])
+
+
+def test_the_probability_of_a_label_is_not_rounded_under_autocast():
+    state, head = torch.full((1, 1), 20.06), torch.tensor([[0.0], [1.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        slot = label = torch.zeros(1, dtype=torch.int64)
+        found = label_probability(state, head, slot, label, 1).item()
+    assert found == pytest.approx(1 / (1 + math.exp(20.06)), rel=1e-4)
 
 
 def test_dpace_is_refused_for_a_single_slot():
