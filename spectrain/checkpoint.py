@@ -16,7 +16,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +213,20 @@ def settings(config: RunConfig, target: Mapping[str, str], samples: str) -> dict
     return json.loads(json.dumps(values))  # as a checkpoint gives them back
 
 
-def check_settings(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ValueError naming every key whose value in a checkpoint is not that of this run."""
+def check_settings(
+    folder: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: RunConfig
+) -> None:
+    """Raise ValueError naming every key whose value in a checkpoint is not that of this run.
+
+    A setting of `config` that the checkpoint does not hold is newer than it and had its default there.
+    """
+    parts = {"train": config.train, "drafter": config.drafter, "objective": config.objective}
+    defaults = {
+        f"{part}.{field.name}": field.default if field.default_factory is MISSING else field.default_factory()
+        for part, values in parts.items()
+        for field in fields(values)
+    }
+    there = {key: defaults[key] for key in here if key in defaults} | {**there}
     changed = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
     if changed:
         listed = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in changed)

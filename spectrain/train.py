@@ -147,7 +147,7 @@ class _Loop:
         if folder is None:
             return
         state = checkpoint.restore(folder, self.drafter, self.optimizer)
-        checkpoint.check_settings(folder, state["settings"], self.settings)
+        checkpoint.check_settings(folder, state["settings"], self.settings, self.config)
         self.step, self.tau, self.counters = state["step"], state["best_tau"], state["counters"]
         self.overflows = state["overflows_in_row"]
         log.info("resumed from %s: step %d of %d", folder, self.step, len(self.plan))

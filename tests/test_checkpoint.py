@@ -9,6 +9,7 @@ import torch
 from spectrain import checkpoint
 from spectrain.artifacts import MANIFEST, read_json
 from spectrain.checks import CheckFailed
+from spectrain.compose import compose
 from spectrain.config import TrainConfig
 from spectrain.drafters.eagle3 import Config
 from spectrain.optim import build_optimizer
@@ -211,3 +212,18 @@ def test_the_same_seed_builds_the_same_drafter_and_leaves_the_random_state_alone
 def test_an_unknown_family_is_refused_with_the_known_ones(target):
     with pytest.raises(ValueError, match="drafter.family='gain': expected one of .*eagle3"):
         checkpoint.build_drafter(GainConfig(), target, torch.arange(4))
+
+
+def test_a_setting_newer_than_the_checkpoint_counts_as_its_default_there(tmp_path):
+    def settings(*words):
+        config = compose(["recipe=quickstart", *words])
+        return config, checkpoint.settings(config, {}, "samples")
+
+    config, here = settings()
+    newer = ("objective.dpace", "train.taps_bits", "drafter.fc_norm")
+    there = {key: value for key, value in here.items() if key not in newer}
+    checkpoint.check_settings(tmp_path, there, here, config)
+    config, here = settings("objective.dpace=0.5", "train.taps_bits=8")
+    message = r"settings \(objective.dpace: 0.0 there, 0.5 here; train.taps_bits: 0 there, 8 here\)"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.check_settings(tmp_path, there, here, config)
