@@ -4,8 +4,10 @@ On a CPU two processes of one thread do more than one process of two threads; on
 card. torchrun and accelerate launch do the same and reach over machines. Knows no stage.
 """
 
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 from multiprocessing import get_context
@@ -51,6 +53,9 @@ def launch(words: list[str], processes: int) -> tuple[int, str]:
 def _work(rank: int, words: list[str], processes: int, port: int, first: Lock) -> None:
     from spectrain.__main__ import attempt
 
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: torch asks for SIGINT, which what a shell put in the background ignores
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -4,10 +4,13 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from spectrain import __main__ as command
 from spectrain import launch
 from spectrain.compose import recipe_names
 from spectrain.launch import cap
@@ -18,6 +21,12 @@ def killed(rank, *arguments):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def waiting(rank, words, *arguments):
+    """Stands for a command at work: leaves a file with its process id as name."""
+    command.attempt = lambda words: (Path(words[0]) / str(os.getpid())).touch() or time.sleep(60)
+    launch._work(rank, words, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,22 @@ def test_the_signal_that_ended_a_process_is_named_and_the_code_is_1(monkeypatch,
     said = "error: process 1 of 2 was ended by SIGKILL, as where memory runs out"
     assert launch.launch([], 2) == (1, said)
     assert caplog.messages == []
+
+
+def test_the_processes_end_with_the_command_though_it_runs_behind_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_work", waiting)
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after `command &` in a script
+        launch.launch([str(tmp_path)], 2)
+        os._exit(0)
+    while len(workers := [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]) < 2:
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
 
 
 def test_an_error_of_every_process_is_printed_once(capfd, caplog):
