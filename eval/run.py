@@ -61,10 +61,13 @@ def evaluate(
     load_target: Callable[[str], Target],
     load_drafter: Callable[[Target], Any],
     folder: Path,
+    *,
+    checkpoint: str = "",
 ) -> None:
     """Decode every run of `config.eval` and certify losslessness; the results go to `folder`, R/eval.
 
-    load_target: dtype to target; load_drafter: target to drafter. Raises CertificateFailed, after the report
+    load_target: dtype to target; load_drafter: target to drafter; checkpoint: hash of the one that it loads,
+    which the certificate names. Raises CertificateFailed, after the report
     is written, if decoded text is not the target's.
     """
     began = time.perf_counter()
@@ -91,7 +94,8 @@ def evaluate(
                 "target": asdict(target_shape(target)),
                 "drafters": {name: asdict(DraftShape(*d.weights_read())) for name, d in drafters.items()},
             }
-            passed = _certify(config, target, drafters, texts, identity, folder / "certificate")
+            named = {**identity, "checkpoint": checkpoint}
+            passed = _certify(config, target, drafters, texts, named, folder / "certificate")
         del target, drafters
         gc.collect()
     manifest = {
@@ -311,6 +315,7 @@ def _certify(
         log.info("eval: certificate reused")
         return read_json(path)["pass"]
     certificate = certify(target, drafters, questions, config.eval, texts)
+    certificate["checkpoint"] = identity["checkpoint"]
 
     def make() -> dict[str, Any]:
         write_json(path, certificate)

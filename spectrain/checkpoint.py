@@ -185,6 +185,12 @@ def best(run_folder: Path) -> Path | None:
     return found[max(scored)[1]] if scored else latest(run_folder)
 
 
+def best_print(run_folder: Path) -> str:
+    """A hash of `best`, or "" where there is none."""
+    folder = best(run_folder)
+    return "" if folder is None else hash_file(folder / MANIFEST)
+
+
 def _prune(run_folder: Path, keep: int) -> None:
     """Delete unfinished folders, and finished ones but for the newest `keep` and the best."""
     checkpoints = run_folder / "checkpoints"

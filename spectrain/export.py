@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
-from spectrain.checkpoint import best, check_target
+from spectrain.checkpoint import best, best_print, check_target
 from spectrain.checks import CheckFailed, choose
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
@@ -250,7 +250,10 @@ def reached(run_dir: Path) -> dict[str, str]:
         if state["tau"] is not None:
             facts["tau"] = f"{state['tau']:.3f} on held-out prompts at the end of training"
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
-        facts["certificate"] = "passed" if read_json(found)["pass"] else "not passed: do not serve it"
+        certificate = read_json(found)
+        facts["certificate"] = "passed" if certificate["pass"] else "not passed: do not serve it"
+        if certificate.get("checkpoint", "") != best_print(run_dir):
+            facts["certificate"] = "of another checkpoint; this one was not evaluated"
     return facts
 
 

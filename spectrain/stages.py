@@ -28,7 +28,7 @@ from accelerate import PartialState
 from omegaconf import OmegaConf
 
 from spectrain import checkpoint, provenance
-from spectrain.artifacts import hash_file, read_json, reuse_or_run, write_bytes, write_json
+from spectrain.artifacts import read_json, reuse_or_run, write_bytes, write_json
 from spectrain.config import ON_REQUEST, STAGES, RunConfig, TargetConfig
 from spectrain.data.prepare import Prepared, load_prepared
 from spectrain.imports import load, open_import
@@ -249,7 +249,10 @@ def train(road: Road) -> None:
 def evaluate(road: Road) -> None:
     from spectrain.eval.run import evaluate
 
-    evaluate(road.trained_config, road.trained_target, road.trained_drafter, road.folder / "eval")
+    loaders = road.trained_target, road.trained_drafter
+    evaluate(
+        road.trained_config, *loaders, road.folder / "eval", checkpoint=checkpoint.best_print(road.folder)
+    )
 
 
 def export(road: Road) -> None:
@@ -259,12 +262,10 @@ def export(road: Road) -> None:
     drafter = road.trained_drafter(target)
     if road.config.train.passes == 0:
         raise ValueError("stages: export: train.passes=0 leaves nothing trained to export")
-    best = checkpoint.best(road.folder)
-    assert best is not None, "trained_drafter raises without a checkpoint"
     settings = {
         "form": FORM,
         "reached": reached(road.folder),
-        "checkpoint": hash_file(best / "manifest.json"),
+        "checkpoint": checkpoint.best_print(road.folder),
         "target": target.fingerprint(),
         "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},
     }

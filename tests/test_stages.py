@@ -303,6 +303,16 @@ def test_an_export_says_what_the_newest_evaluation_found(finished, inputs, tmp_p
     assert "- certificate: not passed: do not serve it\n" in card.read_text()
 
 
+def test_an_export_of_a_checkpoint_that_was_not_evaluated_says_so(finished, inputs, tmp_path):
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints")
+    assert spectrain(inputs, run_dir, "stages=[train,export]", "train.seed=1") == 0
+    card = (run_dir / "export" / "eagle3" / "README.md").read_text()
+    assert "- certificate: of another checkpoint; this one was not evaluated\n" in card
+    assert spectrain(inputs, run_dir, "stages=[eval,export]", "train.seed=1") == 0
+    assert "- certificate: passed\n" in (run_dir / "export" / "eagle3" / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(finished, inputs, tmp_path):
     run_dir = shutil.copytree(finished, tmp_path / "run")
