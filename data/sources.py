@@ -17,7 +17,7 @@ from spectrain import artifacts
 
 BLOCK_BYTES = 2**18
 BLOCK_ROWS = 256
-PACKAGED = ("quickstart", "smollm2_long")
+PACKAGED = ("quickstart", "smollm2_long", "smollm2_wide")
 HUB = re.compile(
     r"hub:(?P<name>[^/@:]+/[^/@:]+)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?"
 )

@@ -37,8 +37,8 @@ class TargetConfig:
 class CorpusConfig:
     path: Any = "quickstart"
     """File of conversations (.jsonl, .json, .parquet), hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT], one that
-    the package carries (quickstart, smollm2_long), or a list of these; empty where a recipe leaves it to the
-    user. Only the prepare stage needs it."""
+    the package carries (quickstart, smollm2_long, smollm2_wide), or a list of these; empty where a recipe
+    leaves it to the user. Only the prepare stage needs it."""
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut at the end."""
     min_supervised: int = 2
@@ -76,8 +76,8 @@ class DoctorConfig:
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
     prompts: str = "quickstart"
-    """JSONL file of prompts (`id`, `turns`) or of conversations whose answers are given anew, or
-    "quickstart"."""
+    """JSONL file of prompts (`id`, `turns`) or of conversations whose answers are given anew, or a set that
+    the package carries: quickstart, smollm2_wide."""
     server: str = ""
     """OpenAI-compatible server that answers (http://host:8000); empty: the target in this process."""
     model: str = ""

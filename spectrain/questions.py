@@ -16,7 +16,8 @@ from typing import Any
 from spectrain.data.corpus import BadRow, TokenRow, parse
 from spectrain.eval.prompts import load_prompts, read_lines
 
-QUICKSTART = Path(__file__).parent / "data" / "quickstart_prompts.jsonl"
+PACKAGED = ("quickstart", "smollm2_wide")
+"""Sets of prompts that the package carries, as data/NAME_prompts.jsonl."""
 
 ENDED = ("stop", "tool_calls", "function_call")
 """Finish reasons of an answer that came to its own end."""
@@ -101,14 +102,16 @@ def _calls(calls: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def load_questions(source: str) -> list[Question]:
-    """Questions of the JSONL file `source` ("quickstart": the package's own).
+    """Questions of the JSONL file `source`, or of one of PACKAGED.
 
     Raises ValueError naming file and line, and for an id that occurs twice.
     """
-    path = QUICKSTART if source == "quickstart" else Path(source).expanduser()
+    here = Path(__file__).parent / "data"
+    path = here / f"{source}_prompts.jsonl" if source in PACKAGED else Path(source).expanduser()
     if not path.is_file():
+        known = ", ".join(PACKAGED)
         raise ValueError(
-            f"regenerate.prompts={source!r}: no such file; expected a JSONL file or 'quickstart'"
+            f"regenerate.prompts={source!r}: no such file; expected a JSONL file or one of {known}"
         )
     written = read_lines(path)
     if not written or '"turns"' in written[0][1]:

@@ -5,6 +5,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from spectrain.questions import PACKAGED, load_questions
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -12,13 +16,21 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-TRAIN = read(ROOT / "data" / "quickstart_prompts.jsonl")
+TRAIN = [row for name in PACKAGED for row in read(ROOT / "data" / f"{name}_prompts.jsonl")]
 HELD_OUT = read(ROOT / "eval" / "quickstart_prompts.jsonl")
 
 
 def six_grams(text: str) -> set[tuple[str, ...]]:
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[i : i + 6]) for i in range(len(words) - 5)}
+
+
+def test_they_can_be_asked_by_name_and_the_known_names_are_listed():
+    for name in PACKAGED:
+        lines = (ROOT / "data" / f"{name}_prompts.jsonl").read_text().splitlines()
+        assert len(load_questions(name)) == len(lines) > 0
+    with pytest.raises(ValueError, match="expected a JSONL file or one of quickstart, smollm2_wide"):
+        load_questions("quickstrat")
 
 
 def test_ids_and_texts_are_unique():
