@@ -8,18 +8,23 @@ name.
 import errno
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from spectrain.checks import CheckFailed
 
 MANIFEST = "manifest.json"
+
+log = logging.getLogger(__name__)
 
 
 def fingerprint(settings: Any) -> str:
@@ -95,6 +100,24 @@ def read_tensors(path: Path, *, sha256: str | None = None) -> dict[str, torch.Te
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged safetensors file ({error})") from None
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Hold the file `lock`, which a process that is killed lets go; raises ValueError where another one holds
+    it. A file system without locks is named, and all goes on."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"{lock}: another command is at the same work; wait for it or end it") from None
+    except NotImplementedError:
+        log.warning("%s: no locks on its file system; let no second command work there", lock)
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def is_done(folder: Path, print_: str) -> bool:

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -28,7 +29,7 @@ from accelerate import PartialState
 from omegaconf import OmegaConf
 
 from spectrain import checkpoint, provenance
-from spectrain.artifacts import read_json, reuse_or_run, write_bytes, write_json
+from spectrain.artifacts import alone, read_json, reuse_or_run, write_bytes, write_json
 from spectrain.config import ON_REQUEST, STAGES, RunConfig, TargetConfig
 from spectrain.data.prepare import Prepared, load_prepared
 from spectrain.imports import load, open_import
@@ -195,10 +196,8 @@ class Road:
 def prepare(road: Road) -> None:
     from spectrain.data.prepare import prepare
 
-    target = road.target(road.config.target.dtype)
-    road.prepared = prepare(
-        road.config.corpus, target.tokenizer, road.folder / "prepared", stop_ids=target.stop_ids()
-    )
+    target, folder = road.target(road.config.target.dtype), road.folder / "prepared"
+    road.prepared = prepare(road.config.corpus, target.tokenizer, folder, stop_ids=target.stop_ids())
 
 
 def capture(road: Road) -> None:
@@ -380,7 +379,8 @@ def _timed(road: Road, stage: str) -> None:
     words = "" if budget is None else f" (budget {budget:.0f} s)"
     log.info("-- %s%s", stage, words)
     before, start = _state(road.folder, stage) if main else {}, time.perf_counter()
-    WORK[stage](road)
+    with alone(road.folder / ".locks" / stage) if main else nullcontext():
+        WORK[stage](road)
     seconds = time.perf_counter() - start
     if not main:
         return

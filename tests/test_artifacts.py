@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectrain.artifacts import MANIFEST, reuse_or_run
+from spectrain.artifacts import MANIFEST, alone, reuse_or_run
 
 
 def test_a_folder_left_half_made_by_other_settings_is_not_reused(tmp_path):
@@ -27,3 +27,16 @@ def test_a_folder_left_half_made_by_other_settings_is_not_reused(tmp_path):
     assert not (tmp_path / MANIFEST).exists()
     assert reuse_or_run(tmp_path, "a", make("a")) is False
     assert file.read_text() == "a"
+
+
+def test_one_lock_is_held_once_and_can_be_held_again_after_an_error(tmp_path):
+    lock = tmp_path / ".locks" / "train"
+    with pytest.raises(KeyError), alone(lock):
+        with (
+            pytest.raises(ValueError, match=r"\.locks/train: another command is at the same work"),
+            alone(lock),
+        ):
+            pass
+        raise KeyError
+    with alone(lock):
+        pass

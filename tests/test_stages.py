@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spectrain import __main__ as command
 from spectrain import stages
-from spectrain.artifacts import read_json, write_json
+from spectrain.artifacts import alone, read_json, write_json
 from spectrain.checkpoint import best
 from spectrain.config import STAGES
 from spectrain.eval.records import read_texts
@@ -301,6 +301,15 @@ def test_an_export_says_what_the_newest_evaluation_found(finished, inputs, tmp_p
     write_json(certificate, passed | {"pass": False})
     assert spectrain(inputs, run_dir, "stages=export") == 0
     assert "- certificate: not passed: do not serve it\n" in card.read_text()
+
+
+def test_two_commands_do_not_work_on_one_stage_of_a_run_folder(finished, inputs, capsys, tmp_path):
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    with alone(run_dir / ".locks" / "export"):
+        assert spectrain(inputs, run_dir, "stages=export") == 2
+        assert "run/.locks/export: another command is at the same work" in capsys.readouterr().err
+        assert spectrain(inputs, run_dir, "stages=report") == 0
+    assert spectrain(inputs, run_dir, "stages=export") == 0
 
 
 def test_an_export_of_a_checkpoint_that_was_not_evaluated_says_so(finished, inputs, tmp_path):
