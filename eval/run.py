@@ -14,7 +14,6 @@ functions it is given.
 """
 
 import gc
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse_or_run, write_json
-from spectrain.checkpoint import weightless_drafter
+from spectrain.checkpoint import weightless_drafter, weights_print
 from spectrain.config import EvalConfig, RunConfig
 from spectrain.decode_settings import DecodeRunConfig
 from spectrain.eval.certificate import Question, certify
@@ -61,13 +60,10 @@ def evaluate(
     load_target: Callable[[str], Target],
     load_drafter: Callable[[Target], Any],
     folder: Path,
-    *,
-    checkpoint: str = "",
 ) -> None:
     """Decode every run of `config.eval` and certify losslessness; the results go to `folder`, R/eval.
 
-    load_target: dtype to target; load_drafter: target to drafter; checkpoint: hash of the one that it loads,
-    which the certificate names. Raises CertificateFailed, after the report
+    load_target: dtype to target; load_drafter: target to drafter. Raises CertificateFailed, after the report
     is written, if decoded text is not the target's.
     """
     began = time.perf_counter()
@@ -94,8 +90,7 @@ def evaluate(
                 "target": asdict(target_shape(target)),
                 "drafters": {name: asdict(DraftShape(*d.weights_read())) for name, d in drafters.items()},
             }
-            named = {**identity, "checkpoint": checkpoint}
-            passed = _certify(config, target, drafters, texts, named, folder / "certificate")
+            passed = _certify(config, target, drafters, texts, identity, folder / "certificate")
         del target, drafters
         gc.collect()
     manifest = {
@@ -315,7 +310,7 @@ def _certify(
         log.info("eval: certificate reused")
         return read_json(path)["pass"]
     certificate = certify(target, drafters, questions, config.eval, texts)
-    certificate["checkpoint"] = identity["checkpoint"]
+    certificate["drafter"] = weights_print(drafters[""], drafters[""].config)
 
     def make() -> dict[str, Any]:
         write_json(path, certificate)
@@ -349,13 +344,10 @@ def _print(questions: Sequence[Question]) -> str:
 
 def _identity(config: RunConfig, target: Target, drafters: Mapping[str, Any]) -> dict[str, Any]:
     """What else shapes a run: code, target, drafters with settings and weights, template, hardware kind."""
-    prints = {}
-    for name, drafter in drafters.items():
-        weights = hashlib.sha256(repr(drafter.config if name else config.drafter).encode())
-        for key, tensor in sorted(drafter.state_dict().items()):
-            numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            weights.update(key.encode() + numbers)
-        prints[name] = weights.hexdigest()
+    prints = {
+        name: weights_print(drafter, drafter.config if name else config.drafter)
+        for name, drafter in drafters.items()
+    }
     return {
         "form": FORM,
         "spectrain": provenance()["versions"]["spectrain"],

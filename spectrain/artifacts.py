@@ -6,6 +6,7 @@ name.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -107,17 +107,18 @@ def alone(lock: Path) -> Iterator[None]:
     """Hold the file `lock`, which a process that is killed lets go; raises ValueError where another one holds
     it. A file system without locks is named, and all goes on."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(lock)
-    try:
-        held.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"{lock}: another command is at the same work; wait for it or end it") from None
-    except NotImplementedError:
-        log.warning("%s: no locks on its file system; let no second command work there", lock)
-    try:
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{lock}: another command is at work in this folder; wait for it or end it"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            log.warning("%s: no locks on its file system; let no second command work there", lock)
         yield
-    finally:
-        held.release()
 
 
 def is_done(folder: Path, print_: str) -> bool:

@@ -11,6 +11,7 @@ A folder is written under a temporary name, read back and checked, renamed, and 
 pickled. Knows no loop and no family: a family's module is imported by its name.
 """
 
+import hashlib
 import importlib
 import json
 import logging
@@ -185,10 +186,13 @@ def best(run_folder: Path) -> Path | None:
     return found[max(scored)[1]] if scored else latest(run_folder)
 
 
-def best_print(run_folder: Path) -> str:
-    """A hash of `best`, or "" where there is none."""
-    folder = best(run_folder)
-    return "" if folder is None else hash_file(folder / MANIFEST)
+def weights_print(drafter: Any, settings: Any) -> str:
+    """A hash of the values that a drafter decodes with, in their dtype, and of its settings."""
+    found = hashlib.sha256(repr(settings).encode())
+    for key, tensor in sorted(drafter.state_dict().items()):
+        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found.update(key.encode() + numbers)
+    return found.hexdigest()
 
 
 def _prune(run_folder: Path, keep: int) -> None:
@@ -227,6 +231,7 @@ def check_settings(
     A setting of `config` that the checkpoint does not hold is newer than it and had its default there.
     """
     parts = {"train": config.train, "drafter": config.drafter, "objective": config.objective}
+    parts |= {"joint": config.joint} if config.joint.rank else {}
     defaults = {
         f"{part}.{field.name}": field.default if field.default_factory is MISSING else field.default_factory()
         for part, values in parts.items()

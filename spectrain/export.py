@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from spectrain.artifacts import read_json, read_tensors, write_bytes, write_json, write_tensors
-from spectrain.checkpoint import best, best_print, check_target
+from spectrain.checkpoint import best, check_target, weights_print
 from spectrain.checks import CheckFailed, choose
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.export_forms import forms, method
@@ -236,13 +236,13 @@ def model_card(
         "draft vocabulary": f"{len(drafter.kept_ids):,} of {target.vocab_size:,} ids",
         "weights": config.export.dtype,
     }
-    lines = "\n".join(f"- {name}: {value}" for name, value in {**facts, **reached(run_dir)}.items())
+    lines = "\n".join(f"- {name}: {value}" for name, value in {**facts, **reached(run_dir, drafter)}.items())
     use = "\n\n".join(_launch(drafter, engine, config.eval.runs[0].length) for engine in engines)
     return CARD.format(family=family, facts=lines, use=use, contents=contents)
 
 
-def reached(run_dir: Path) -> dict[str, str]:
-    """What the card says of training and evaluation, as far as they are done."""
+def reached(run_dir: Path, drafter) -> dict[str, str]:
+    """What the card says of training and evaluation of a drafter in float32, as far as they are done."""
     facts = {}
     if checkpoint := best(run_dir):
         state = read_json(checkpoint / "state.json")
@@ -252,8 +252,8 @@ def reached(run_dir: Path) -> dict[str, str]:
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
         certificate = read_json(found)
         facts["certificate"] = "passed" if certificate["pass"] else "not passed: do not serve it"
-        if certificate.get("checkpoint", "") != best_print(run_dir):
-            facts["certificate"] = "of another checkpoint; this one was not evaluated"
+        if certificate.get("drafter") != weights_print(drafter, drafter.config):
+            facts["certificate"] = "of other weights or none; evaluate these (stages=[eval,export])"
     return facts
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.synchronize import Lock
 
 import torch
@@ -42,6 +42,10 @@ def launch(words: list[str], processes: int) -> tuple[int, str]:
         port = probe.getsockname()[1]
     try:
         spawn(_work, (words, processes, port, get_context("spawn").Lock()), nprocs=processes)
+    except KeyboardInterrupt:  # of this process alone, as by kill -INT
+        for child in active_children():
+            child.terminate()
+        raise
     except ProcessExitedException as error:
         if error.signal_name is None:
             return error.exit_code, ""
@@ -56,6 +60,9 @@ def _work(rank: int, words: list[str], processes: int, port: int, first: Lock) -
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG: torch asks for SIGINT, which what a shell put in the background ignores
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    parent = parent_process()
+    if parent is None or not parent.is_alive():  # it ended before we asked
+        raise SystemExit(1)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -229,8 +229,7 @@ def _row(dialogue: Dialogue, temperature: float) -> dict[str, Any]:
 
 
 def _text(target: Target, generation: Generation) -> str:
-    """The answer without the stop token."""
-    ids = list(generation.ids)
-    if generation.finish_reason == "stop":
-        ids = ids[:-1]
-    return target.tokenizer.decode(ids, skip_special_tokens=False)
+    """The answer without the stop token, or without the half of a character at which the limit cut it."""
+    ids, stopped = list(generation.ids), generation.finish_reason == "stop"
+    text = target.tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False)
+    return text if stopped else text.rstrip("\N{REPLACEMENT CHARACTER}")

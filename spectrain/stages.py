@@ -58,7 +58,10 @@ def run(config: RunConfig) -> Path:
     engine does not serve it so.
     """
     road = Road(config)
-    walk(road)
+    writes = not set(config.stages) <= {"report", "check_export"}
+    with alone(road.folder / ".lock") if writes and road.process.is_main_process else nullcontext():
+        road.process.wait_for_everyone()
+        walk(road)
     road.process.destroy_process_group()
     return road.folder
 
@@ -248,10 +251,7 @@ def train(road: Road) -> None:
 def evaluate(road: Road) -> None:
     from spectrain.eval.run import evaluate
 
-    loaders = road.trained_target, road.trained_drafter
-    evaluate(
-        road.trained_config, *loaders, road.folder / "eval", checkpoint=checkpoint.best_print(road.folder)
-    )
+    evaluate(road.trained_config, road.trained_target, road.trained_drafter, road.folder / "eval")
 
 
 def export(road: Road) -> None:
@@ -263,8 +263,8 @@ def export(road: Road) -> None:
         raise ValueError("stages: export: train.passes=0 leaves nothing trained to export")
     settings = {
         "form": FORM,
-        "reached": reached(road.folder),
-        "checkpoint": checkpoint.best_print(road.folder),
+        "reached": reached(road.folder, drafter),
+        "drafter": checkpoint.weights_print(drafter, drafter.config),
         "target": target.fingerprint(),
         "export": {"dtype": road.config.export.dtype, "engine": road.config.export.engine},
     }
@@ -379,8 +379,7 @@ def _timed(road: Road, stage: str) -> None:
     words = "" if budget is None else f" (budget {budget:.0f} s)"
     log.info("-- %s%s", stage, words)
     before, start = _state(road.folder, stage) if main else {}, time.perf_counter()
-    with alone(road.folder / ".locks" / stage) if main else nullcontext():
-        WORK[stage](road)
+    WORK[stage](road)
     seconds = time.perf_counter() - start
     if not main:
         return

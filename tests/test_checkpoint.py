@@ -219,10 +219,11 @@ def test_a_setting_newer_than_the_checkpoint_counts_as_its_default_there(tmp_pat
         config = compose(["recipe=quickstart", *words])
         return config, checkpoint.settings(config, {}, "samples")
 
-    config, here = settings()
-    newer = ("objective.dpace", "train.taps_bits", "drafter.fc_norm")
-    there = {key: value for key, value in here.items() if key not in newer}
-    checkpoint.check_settings(tmp_path, there, here, config)
+    newer = ("objective.dpace", "train.taps_bits", "drafter.fc_norm", "joint.weight")
+    for words in (("joint.rank=4", "train.features=online"), ()):
+        config, here = settings(*words)
+        there = {key: value for key, value in here.items() if key not in newer}
+        checkpoint.check_settings(tmp_path, there, here, config)
     config, here = settings("objective.dpace=0.5", "train.taps_bits=8")
     message = r"settings \(objective.dpace: 0.0 there, 0.5 here; train.taps_bits: 0 there, 8 here\)"
     with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from spectrain.artifacts import write_json
+from spectrain.checkpoint import weights_print
 from spectrain.checks import CheckFailed
 from spectrain.config import ExportConfig, RunConfig
 from spectrain.drafters import eagle3
@@ -336,6 +337,11 @@ def test_the_model_card_says_what_was_trained_on_what(tmp_path):
 def test_the_model_card_warns_of_a_certificate_that_failed(tmp_path):
     folder = tmp_path / "eval" / "certificate"
     folder.mkdir(parents=True)
-    write_json(folder / "certificate.json", {"pass": False})
-    card = (exported(llama(), tmp_path) / "README.md").read_text()
-    assert "- certificate: not passed: do not serve it\n" in card
+    target = llama()
+    drafter = drafter_for(target)
+    config = RunConfig(recipe="trial", drafter=drafter.config)
+    known = weights_print(drafter, drafter.config)
+    for drafter_print, said in ((known, "not passed: do not serve it"), ("", "of other weights or none")):
+        write_json(folder / "certificate.json", {"pass": False, "drafter": drafter_print})
+        (exported_to,) = export(config, target, drafter, tmp_path / "export")
+        assert f"- certificate: {said}" in (exported_to / "README.md").read_text()

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -48,20 +49,34 @@ def test_the_signal_that_ended_a_process_is_named_and_the_code_is_1(monkeypatch,
     assert caplog.messages == []
 
 
-def test_the_processes_end_with_the_command_though_it_runs_behind_a_shell(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_processes_end_with_the_command(tmp_path, monkeypatch, ended_by):
     monkeypatch.setattr(launch, "_work", waiting)
     if (child := os.fork()) == 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after `command &` in a script
-        launch.launch([str(tmp_path)], 2)
-        os._exit(0)
-    while len(workers := [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]) < 2:
+        try:
+            if ended_by != signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after `command &` in a script
+            launch.launch([str(tmp_path)], 2)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while len(names := [path.name for path in tmp_path.iterdir()]) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.kill(child, signal.SIGKILL)
+    workers = [psutil.Process(int(name)) for name in names]
+    os.kill(child, ended_by)
     os.waitpid(child, 0)
     gone, alive = psutil.wait_procs(workers, timeout=20)
     for process in alive:
         process.kill()
     assert len(gone) == 2
+
+
+def test_a_process_whose_command_ended_before_it_began_does_nothing(monkeypatch):
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *a: 0))
+    monkeypatch.setattr(launch, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    monkeypatch.setattr(command, "attempt", lambda words: pytest.fail("began to work"))
+    with pytest.raises(SystemExit, match="1"):
+        launch._work(0, [], 2, 0, None)
 
 
 def test_an_error_of_every_process_is_printed_once(capfd, caplog):

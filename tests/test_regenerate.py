@@ -1,6 +1,7 @@
 """Answers of the target itself: what a line holds, and that a killed run ends as one that was not."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from spectrain.data.sources import open_sources
 from spectrain.decode.engine import generate
 from spectrain.decode.sampling import Sampling
 from spectrain.eval.prompts import render
-from spectrain.regenerate import regenerate
+from spectrain.regenerate import _text, regenerate
 from spectrain.target import Target
 from spectrain.testing import byte_tokenizer, tiny_llama
 
@@ -184,3 +185,11 @@ def test_the_corpus_reader_takes_every_line_and_knows_which_were_cut(out):
     assert len(found) == 6
     assert [c.messages for c in found] == [row["messages"] for row in lines(out).values()]
     assert [c.cut for c in found] == [row["finish_reason"] == "length" for row in lines(out).values()]
+
+
+def test_the_half_of_a_character_at_the_limit_is_no_text_of_the_target(target):
+    ids = target.tokenizer("né", add_special_tokens=False).input_ids
+    cut = SimpleNamespace(ids=ids[:-1], finish_reason="length")
+    assert target.tokenizer.decode(cut.ids) == "n\N{REPLACEMENT CHARACTER}"
+    assert _text(target, cut) == "n"
+    assert _text(target, SimpleNamespace(ids=[*ids, 0], finish_reason="stop")) == "né"

@@ -303,21 +303,23 @@ def test_an_export_says_what_the_newest_evaluation_found(finished, inputs, tmp_p
     assert "- certificate: not passed: do not serve it\n" in card.read_text()
 
 
-def test_two_commands_do_not_work_on_one_stage_of_a_run_folder(finished, inputs, capsys, tmp_path):
+def test_two_commands_do_not_work_in_one_run_folder(finished, inputs, capsys, tmp_path):
     run_dir = shutil.copytree(finished, tmp_path / "run")
-    with alone(run_dir / ".locks" / "export"):
-        assert spectrain(inputs, run_dir, "stages=export") == 2
-        assert "run/.locks/export: another command is at the same work" in capsys.readouterr().err
+    settings = (run_dir / "config.yaml").read_text()
+    with alone(run_dir / ".lock"):
+        assert spectrain(inputs, run_dir, "stages=export", "export.dtype=float32") == 2
+        assert "run/.lock: another command is at work in this folder" in capsys.readouterr().err
+        assert (run_dir / "config.yaml").read_text() == settings
         assert spectrain(inputs, run_dir, "stages=report") == 0
     assert spectrain(inputs, run_dir, "stages=export") == 0
 
 
-def test_an_export_of_a_checkpoint_that_was_not_evaluated_says_so(finished, inputs, tmp_path):
+def test_an_export_of_weights_that_were_not_evaluated_says_so(finished, inputs, tmp_path):
     run_dir = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints")
     assert spectrain(inputs, run_dir, "stages=[train,export]", "train.seed=1") == 0
     card = (run_dir / "export" / "eagle3" / "README.md").read_text()
-    assert "- certificate: of another checkpoint; this one was not evaluated\n" in card
+    assert "- certificate: of other weights or none; evaluate these (stages=[eval,export])\n" in card
     assert spectrain(inputs, run_dir, "stages=[eval,export]", "train.seed=1") == 0
     assert "- certificate: passed\n" in (run_dir / "export" / "eagle3" / "README.md").read_text()
 
