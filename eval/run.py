@@ -310,7 +310,7 @@ def _certify(
         log.info("eval: certificate reused")
         return read_json(path)["pass"]
     certificate = certify(target, drafters, questions, config.eval, texts)
-    certificate["drafter"] = weights_print(drafters[""], drafters[""].config)
+    certificate["drafter"] = weights_print(drafters[""], "")
 
     def make() -> dict[str, Any]:
         write_json(path, certificate)
