@@ -304,13 +304,14 @@ def _certify(
         "eval": shaping,
         "questions": _print(questions),
         "texts": decoded,
+        "weights": weights_print(drafters[""]),
         **identity,
     }
     if is_done(folder, fingerprint(settings)):
         log.info("eval: certificate reused")
         return read_json(path)["pass"]
     certificate = certify(target, drafters, questions, config.eval, texts)
-    certificate["drafter"] = weights_print(drafters[""], "")
+    certificate["drafter"] = settings["weights"]
 
     def make() -> dict[str, Any]:
         write_json(path, certificate)

@@ -186,8 +186,8 @@ def best(run_folder: Path) -> Path | None:
     return found[max(scored)[1]] if scored else latest(run_folder)
 
 
-def weights_print(drafter: Any, settings: Any) -> str:
-    """A hash of the values that a drafter decodes with, in their dtype, and of its settings."""
+def weights_print(drafter: Any, settings: Any = "") -> str:
+    """A hash of the values that a drafter decodes with, in their dtype, and of `settings`."""
     found = hashlib.sha256(repr(settings).encode())
     for key, tensor in sorted(drafter.state_dict().items()):
         numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

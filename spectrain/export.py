@@ -252,7 +252,7 @@ def reached(run_dir: Path, drafter) -> dict[str, str]:
     if (found := run_dir / "eval" / "certificate" / "certificate.json").exists():
         certificate = read_json(found)
         facts["certificate"] = "passed" if certificate["pass"] else "not passed: do not serve it"
-        if certificate.get("drafter") != weights_print(drafter, ""):
+        if certificate.get("drafter") != weights_print(drafter):
             facts["certificate"] = "of other weights or none; evaluate these (stages=[eval,export])"
     return facts
 

@@ -340,7 +340,7 @@ def test_the_model_card_warns_of_a_certificate_that_failed(tmp_path):
     target = llama()
     drafter = drafter_for(target)
     config = RunConfig(recipe="trial", drafter=drafter.config)
-    known = weights_print(drafter, "")
+    known = weights_print(drafter)
     for drafter_print, said in ((known, "not passed: do not serve it"), ("", "of other weights or none")):
         write_json(folder / "certificate.json", {"pass": False, "drafter": drafter_print})
         (exported_to,) = export(config, target, drafter, tmp_path / "export")
