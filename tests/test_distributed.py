@@ -15,13 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def launch(worker, folder, *arguments, processes=2):
-    """Output of tests/WORKER.py on that many processes; one JSON value per process that printed one."""
+    """The JSON values that tests/WORKER.py printed on that many processes, in the order of the ranks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     program = [str(ROOT / "tests" / worker), str(folder), *arguments]
+    logs = folder.parent / f"{folder.name}_logs"  # a file each: on one pipe lines can cut into each other
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["--redirects=1", f"--log-dir={logs}"]
     done = subprocess.run(command + program, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return [json.loads(found) for found in re.findall(r"^\{.*\}$", done.stdout, re.MULTILINE)]
+    printed = [path.read_text() for path in sorted(logs.glob("*/attempt_0/*/stdout.log"))]
+    assert len(printed) == processes
+    return [json.loads(found) for text in printed for found in re.findall(r"^\{.*\}$", text, re.MULTILINE)]
 
 
 def lines(folder):
