@@ -159,7 +159,8 @@ def greedy_certificate(
     used = 0
     progress = progress_bar("certificate, greedy", total=wanted * (len(baselines) + len(runs)), unit="token")
     while used < len(questions) and (used < config.greedy_prompts or min(plain_tokens.values()) < wanted):
-        part = questions[used : used + (BATCH if used else config.greedy_prompts)]
+        missing = math.ceil((wanted - min(plain_tokens.values())) / config.greedy_tokens)
+        part = questions[used : used + (min(BATCH, missing) if used else config.greedy_prompts)]
         used += len(part)
         limits = (config.greedy_tokens, batch)
         plain = {p: _decode(target, None, part, run, *limits) for p, run in baselines.items()}

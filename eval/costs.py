@@ -17,7 +17,7 @@ def measure_costs(
     """[root, step, node] of `fast`'s plan, from decoding `prompts` once with each arm after one warm-up."""
     fixed = replace(fast, run=replace(fast.run, adaptive=False, costs=[]))
     for arm in (plain, fixed):
-        arm.decode(prompts, keys)
+        arm.warm_up(prompts, keys)
     _, plain_timings = plain.decode(prompts, keys)
     texts, timings = fixed.decode(prompts, keys)
     rounds = [record for text in texts for record in text.rounds]

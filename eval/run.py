@@ -191,8 +191,8 @@ def decode_in_turns(
     """Every turn of every prompt with every arm; for each arm but the plain one its texts.
 
     A batch is kept full from a queue of `queued` prompts per place, as in serving: else the requests with
-    long accepted paths leave it to the slow ones. The queue is what is timed together. One batch of warm-up
-    comes first and is dropped. encode: user turns and the answers between them to token ids; decode: token
+    long accepted paths leave it to the slow ones. The queue is what is timed together. One batch warms up
+    first. encode: user turns and the answers between them to token ids; decode: token
     ids to text. Later turns see the plain arm's answers, so that all arms continue one conversation. Several
     processes decode a share of the prompts each, at the same time, and all get all texts.
     """
@@ -204,7 +204,7 @@ def decode_in_turns(
     groups = [ordered[i : i + queue] for i in range(0, len(ordered), queue)]
     if groups:
         first = groups[0][:batch]
-        arms.decode([encode(p.turns[:1], []) for p in first], [keys[p.id] for p in first])
+        arms.warm_up([encode(p.turns[:1], []) for p in first], [keys[p.id] for p in first])
     texts: list[list[Text]] = [[] for _ in arms.others]
     progress = progress_bar(title, total=len(ordered), unit="prompt")
     for i, group in enumerate(groups):

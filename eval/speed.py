@@ -18,6 +18,9 @@ from spectrain.proposal import Budget, Drafter, Plan
 from spectrain.target import Target
 
 UNTIMED = Timing(0.0, 0.0, 0.0, 0.0, 0, 0)
+WARM_UP = 16
+"""Tokens of a text in a CPU's warm-up. A GPU's kernels are chosen by the length of the text too, so there it
+decodes whole texts."""
 
 
 class Arm(Protocol):
@@ -28,6 +31,9 @@ class Arm(Protocol):
     ) -> tuple[list[Generation], list[Timing]]:
         """Texts and seconds; `keys` are the stable numbers of the prompts that their random numbers hang
         on."""
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> None:
+        """Decode `prompts` for as long as the first use of code and memory shows in the clock."""
 
     def conditions(self) -> dict[str, Any]:
         """What decoding runs under right now; equal for two arms that may be compared."""
@@ -108,6 +114,11 @@ class EngineArm:
             graphs=self.run.graphs,
         )
 
+    def warm_up(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> None:
+        on_cpu = self.target.device.type == "cpu"
+        limit = min(WARM_UP, self.max_new_tokens) if on_cpu else self.max_new_tokens
+        replace(self, max_new_tokens=limit).decode(prompts, keys)
+
     def conditions(self) -> dict[str, Any]:
         return {
             "target": (
@@ -134,6 +145,10 @@ class Arms:
     def __init__(self, plain: Arm, others: Sequence[Arm]):
         self.plain, self.others = plain, others
         self._calls = 0
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> None:
+        for arm in (self.plain, *self.others):
+            arm.warm_up(prompts, keys)
 
     def decode(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[int]

@@ -28,6 +28,9 @@ class StopWatch:
         steps = 100 if rounds else 400
         return texts, [Timing(0.5, next(self.seconds), 0.0, 0.0, steps, 0)]
 
+    def warm_up(self, prompts, keys):
+        self.decode(prompts, keys)
+
     def conditions(self):
         return self.told
 
@@ -67,7 +70,9 @@ def test_arms_in_different_modes_are_refused():
 
 def test_the_arms_take_turns_and_rotate_who_is_first():
     _, log = run_pairs([1.0] * 4, [1.0] * 4, 3)
-    assert log == ["plain", "speculative", "speculative", "plain"] * 2
+    warm_up, *turns = (log[i : i + 2] for i in range(0, 8, 2))
+    assert warm_up == turns[0] == turns[2] == ["plain", "speculative"]
+    assert turns[1] == ["speculative", "plain"]
 
 
 def test_a_queue_of_four_prompts_per_place_is_one_unit_and_shares_its_seconds():
@@ -105,6 +110,18 @@ def test_one_baseline_serves_several_runs():
         title="t",
     )
     assert [speeds(texts)[2] for texts in found] == [2.0, 4.0]
+
+
+def test_a_cpu_is_warmed_up_with_the_first_tokens_of_the_texts(target, drafter, monkeypatch):
+    decoded = []
+    decode = EngineArm.decode
+    monkeypatch.setattr(
+        EngineArm, "decode", lambda arm, *a: decoded.append(found := decode(arm, *a)) or found
+    )
+    for limit in (8, 40):
+        run = DecodeRunConfig(name="chain", dtype="float32", length=3)
+        EngineArm(target, drafter, run, limit, 1, 0).warm_up([[5, 9, 13]], [0])
+    assert [len(texts[0].ids) for texts, _ in decoded] == [8, 16]
 
 
 def test_the_arms_of_the_engine_have_equal_conditions(target, drafter):
