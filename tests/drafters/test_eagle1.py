@@ -6,6 +6,7 @@ import torch
 from spectrain.capture import capture_batch
 from spectrain.config import ObjectiveConfig
 from spectrain.data.packing import pack
+from spectrain.drafters import eagle3
 from spectrain.drafters.eagle1 import Config, build
 from spectrain.objectives import Objective
 from spectrain.target import Target
@@ -163,6 +164,12 @@ def test_the_trained_tensors_have_the_names_and_shapes_that_engines_read(target)
     assert shapes == {"fc.weight": (32, 64), "layers.1.input_layernorm.weight": (32,), **expected}
     full = drafter_of(target, layers=2, kept=torch.arange(V))
     assert full.engine_config(target, "vllm")["num_hidden_layers"] == 2
+
+
+def test_a_regression_to_features_is_refused_under_a_trained_head(target):
+    drafter = eagle3.build(eagle3.Config(), target, KEPT)
+    with pytest.raises(ValueError, match="objective.terms.smooth_l1: family eagle3 trains its head"):
+        Objective(ObjectiveConfig(terms={"smooth_l1": 1.0}), drafter, target)
 
 
 def test_a_target_that_scales_its_logits_is_refused():
