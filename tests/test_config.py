@@ -193,7 +193,7 @@ BETAS = "expected two numbers from 0 to below 1"
         ("train.eval_every=-1", "train.eval_every=-1: expected at least 0"),
         ("train.max_bad_fraction=2", "train.max_bad_fraction=2.0: expected 0.0 to 1.0"),
         ("train.seed=-1", "train.seed=-1: expected at least 0"),
-        ("train.micro_tokens=4096", "train.batch_tokens=2048: expected at least train.micro_tokens=4096"),
+        ("train.micro_tokens=8192", "train.batch_tokens=4096: expected at least train.micro_tokens=8192"),
         ("eval.max_prompts=-1", "eval.max_prompts=-1: expected at least 0"),
         ("eval.greedy_prompts=0", "eval.greedy_prompts=0: expected at least 1"),
         ("eval.greedy_tokens=0", "eval.greedy_tokens=0: expected at least 1"),
