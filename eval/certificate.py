@@ -42,7 +42,7 @@ BOUNDARY = 1e-3
 probability for filters that compare tokens (top-k)."""
 LEVEL = 1e-4
 """Bonferroni-corrected p-value below which the sampling certificate fails."""
-BATCH = 16
+BATCH = 24
 """Texts decoded at once; losslessness may not depend on it."""
 CHUNK = 64
 """Places whose laws are held at once."""
