@@ -17,7 +17,8 @@ from pathlib import Path
 from spectrain.checkpoint import load_drafter
 from spectrain.config import EvalConfig, TargetConfig
 from spectrain.decode_settings import DecodeRunConfig
-from spectrain.eval.certificate import Question, greedy_certificate, sampling_certificate
+from spectrain.eval.certificate import sampling_certificate
+from spectrain.eval.greedy import Question, greedy_certificate
 from spectrain.eval.prompts import load_prompts, render
 from spectrain.target import load_target
 

@@ -31,8 +31,9 @@ from spectrain.artifacts import MANIFEST, fingerprint, is_done, read_json, reuse
 from spectrain.checkpoint import weightless_drafter, weights_print
 from spectrain.config import EvalConfig, RunConfig
 from spectrain.decode_settings import DecodeRunConfig
-from spectrain.eval.certificate import Question, certify
+from spectrain.eval.certificate import certify
 from spectrain.eval.costs import measure_costs
+from spectrain.eval.greedy import Question
 from spectrain.eval.limit import DraftShape, target_shape
 from spectrain.eval.progress import progress_bar
 from spectrain.eval.prompts import Prompt, load_prompts, render

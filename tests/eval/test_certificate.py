@@ -11,15 +11,16 @@ from spectrain.config import EvalConfig
 from spectrain.decode.generation import Generation, Timing
 from spectrain.decode.sampling import Sampling
 from spectrain.decode_settings import DecodeRunConfig
-from spectrain.eval import certificate
-from spectrain.eval.certificate import (
+from spectrain.eval import certificate, greedy
+from spectrain.eval.certificate import certify, deal, examine
+from spectrain.eval.greedy import (
     Difference,
     Question,
     bf16_step,
-    certify,
     compare_run,
-    examine,
     first_difference,
+    greedy_certificate,
+    merge,
 )
 from spectrain.eval.records import Text
 from spectrain.eval.speed import EngineArm
@@ -76,14 +77,14 @@ def test_in_float32_only_a_gap_below_a_ten_thousandth_is_excused():
 
 def test_a_token_far_below_two_tied_ones_is_no_tie():
     found = first_difference(Table([[1.0, 1.0, -5.0]]), "q", text(0), text(2))
-    assert found == Difference("q", 0, 0, 2, 6.0, certificate.MARGIN)
+    assert found == Difference("q", 0, 0, 2, 6.0, greedy.MARGIN)
     assert not found.is_tie
 
 
 def test_the_margin_is_taken_at_the_first_difference():
     rows = [[9.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
     assert first_difference(Table(rows), "q", text(0, 0, 0), text(0, 1, 1)) == Difference(
-        "q", 1, 0, 1, 2.0, certificate.MARGIN
+        "q", 1, 0, 1, 2.0, greedy.MARGIN
     )
 
 
@@ -178,7 +179,7 @@ def test_a_wrong_greedy_text_fails(target, drafter):
     wrong = replace(plain, ids=(*plain.ids[:10], (plain.ids[10] + 1) % 260, *plain.ids[11:]))
     found = first_difference(target, "q", plain, wrong)
     assert (found.place, found.is_tie) == (10, False)
-    assert [d.place for d in certificate.not_argmax(target, "q", wrong)][0] == 10
+    assert [d.place for d in greedy.not_argmax(target, "q", wrong)][0] == 10
 
 
 def test_a_target_that_skips_its_filter_emits_impossible_tokens(target, drafter):
@@ -189,7 +190,7 @@ def test_a_target_that_skips_its_filter_emits_impossible_tokens(target, drafter)
 
 def test_plain_decoding_is_held_to_the_largest_logit_of_an_independent_forward():
     rows = [[1.0, 1.00005], [0.0, 2.0], [3.0, 3.0]]
-    found = certificate.not_argmax(Table(rows), "q", text(0, 0, 0))
+    found = greedy.not_argmax(Table(rows), "q", text(0, 0, 0))
     assert [(d.place, d.expected, d.found, d.is_tie) for d in found] == [(0, 1, 0, True), (1, 1, 0, False)]
 
 
@@ -214,3 +215,31 @@ def test_a_token_at_the_edge_of_a_filter_is_listed_and_not_failed():
     few = torch.tensor([0.9988, 0.0004, 0.0002, 0.0006]).log()  # near in mass, half as likely
     assert not certificate.near_boundary(few, 2, Sampling(temperature=1.0, top_k=3))
     assert not certificate.near_boundary(logits, 2, Sampling(temperature=1.0, top_k=2))
+
+
+def test_work_goes_to_the_process_with_the_fewest_tokens_to_decode():
+    assert deal(2, [6, 2, 2, 2, 2]) == ([0, 1, 1, 1, 0], [8, 6])
+    assert deal(2, [2, 2, 2], [6, 0]) == ([1, 1, 1], [6, 6])
+    assert deal(1, [5, 1]) == ([0, 0], [6])
+
+
+def test_greedy_certificates_of_two_halves_of_the_prompts_are_that_of_all(target, drafter):
+    config = EvalConfig(runs=[CHAIN, TREE], greedy_prompts=4, greedy_tokens=30)
+    half = replace(config, greedy_prompts=2)
+    whole = greedy_certificate(target, {"": drafter}, QUESTIONS, config, [CHAIN, TREE])
+    parts = [
+        greedy_certificate(target, {"": drafter}, questions, half, [CHAIN, TREE])
+        for questions in (QUESTIONS[0:4:2], QUESTIONS[1:4:2])
+    ]
+    assert merge(parts) == whole
+    assert (whole["prompts"], whole["tokens"], [p["tokens"] for p in whole["plans"]]) == (4, 120, [120, 120])
+
+
+def test_a_difference_on_one_process_fails_the_certificate():
+    part = {"prompts": 2, "tokens": 60, "differences": 0, "difference_list": [], "ties": [], "pass": True}
+    part["plans"] = [{"proposal": "chain", "length": 3, "tokens": 60}]
+    wrong = part | {"differences": 1, "difference_list": [{"text": "q1"}], "pass": False, "tokens": 40}
+    wrong["plans"] = [part["plans"][0] | {"tokens": 40}]
+    found = merge([part, wrong])
+    assert (found["pass"], found["differences"], found["difference_list"]) == (False, 1, [{"text": "q1"}])
+    assert (found["tokens"], found["prompts"]) == (100, 4)
