@@ -38,6 +38,7 @@ from spectrain.features import (
     write_shard,
 )
 from spectrain.kernels.products import bfloat16_products
+from spectrain.shared_prefix import prefix_length, share
 from spectrain.target import Target, packed_layout
 
 SETTINGS = "capture.json"
@@ -56,16 +57,24 @@ def capture_batch(target: Target, samples: Sequence[Sample], tap_ids: Sequence[i
     """
     tokens = pack(samples)
     ids, positions = tokens.ids.to(target.device), tokens.positions.to(target.device)
-    states = target.states(ids, positions, packed_layout(tokens.offsets), taps=tap_ids)
+    prefix = prefix_length(samples) if target.reads_layouts else 0
+    if prefix:
+        run, places, layout = share(tokens, prefix)
+        run, places = run.to(target.device), places.to(target.device)
+        states = target.states(ids[run], positions[run], layout, taps=tap_ids)
+        expected = len(run)
+    else:
+        states = target.states(ids, positions, packed_layout(tokens.offsets), taps=tap_ids)
+        expected = len(tokens)
     for name, rows in (("taps", states.taps), ("final", states.final)):
-        if len(rows) != len(tokens):
+        if len(rows) != expected:
             raise RuntimeError(
-                f"target returned {len(rows)} rows of {name} for {len(tokens)} tokens "
+                f"target returned {len(rows)} rows of {name} for {expected} tokens "
                 f"(samples {', '.join(tokens.sample_ids)})"
             )
-    lse, argmax = _law(target, states.final, tokens)
-    batch = FeatureBatch(tokens, tuple(tap_ids), states.taps, states.final, lse, argmax)
-    return batch.to(target.device)
+    taps, final = (states.taps[places], states.final[places]) if prefix else (states.taps, states.final)
+    lse, argmax = _law(target, final, tokens)
+    return FeatureBatch(tokens, tuple(tap_ids), taps, final, lse, argmax).to(target.device)
 
 
 def _law(target: Target, final_TD: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,11 @@ class ServedTarget(Target):
         self.norm = final_norm(self.decoder, self.hidden_size)
         self._fingerprint: dict[str, str] = {}
 
+    @property
+    def reads_layouts(self) -> bool:
+        """A server answers for whole texts."""
+        return False
+
     @torch.no_grad()
     def states(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, layout: Layout, *, taps: Sequence[int] = ()

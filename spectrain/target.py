@@ -122,6 +122,12 @@ class Target:
         return self.head.weight.shape[0]
 
     @property
+    def reads_layouts(self) -> bool:
+        """Whether a row runs under any layout; recurrent layers know documents that begin at position 0
+        alone."""
+        return not self.recurrent
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
