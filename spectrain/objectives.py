@@ -64,7 +64,7 @@ RENORMALISED = ("kl", "reverse_kl", "jsd")
 def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
     """Raise ValueError for smooth_l1 with a drafter whose states are not to equal the target's, and for
     D-PACE with one that learns a single slot."""
-    if config.dpace and _slots(drafter) == 1:
+    if config.dpace and num_slots(drafter) == 1:
         raise ValueError(
             f"objective.dpace={config.dpace}: drafter {drafter.config.family} learns one slot here; D-PACE "
             "weighs slots against each other"
@@ -84,7 +84,7 @@ def check_terms(config: ObjectiveConfig, drafter, target: Target) -> None:
         )
 
 
-def _slots(drafter) -> int:
+def num_slots(drafter) -> int:
     """How many slots a drafter learns, asked with a text of one token."""
     ids = torch.zeros(1, dtype=torch.int32)
     return drafter.index(pack([Sample("", ids, torch.zeros(1, dtype=torch.bool), ids - 1)])).slots

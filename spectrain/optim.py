@@ -20,6 +20,9 @@ from spectrain.config import TrainConfig
 # Matrices whose rows are tokens have names that begin so; Muon is for maps between hidden states.
 HEADS = ("lm_head", "head.", "embed_tokens", "decoder.embed_tokens")
 
+SLOW = 0.1
+"""Share of each update that the rows take which a drafter names in `slow_rows`."""
+
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
     """Learning rate of the update that follows `step` finished ones, of `total`.
@@ -41,10 +44,11 @@ def trainable(drafter: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Optimizers:
-    """Several optimizers over disjoint parameters, used as one."""
+    """Several optimizers over disjoint parameters, used as one. slow: matrices, and how many of their leading
+    rows take only a share SLOW of each update."""
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[torch.optim.Optimizer], slow: Sequence[tuple[torch.Tensor, int]] = ()):
+        self.parts, self.slow = tuple(parts), tuple(slow)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -54,9 +58,13 @@ class Optimizers:
     def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
+    @torch.no_grad()
     def step(self) -> None:
+        before = [matrix[:rows].clone() for matrix, rows in self.slow]
         for part in self.parts:
             part.step()
+        for (matrix, rows), old in zip(self.slow, before, strict=True):
+            matrix[:rows] = torch.lerp(old, matrix[:rows], SLOW)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -125,7 +133,8 @@ def build_optimizer(drafter: nn.Module, config: TrainConfig) -> Optimizers:
         )
         for parameter in turned:
             parts[1].state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    return Optimizers(parts)
+    slow_rows = getattr(drafter, "slow_rows", dict)
+    return Optimizers(parts, [(parameters[name], rows) for name, rows in slow_rows().items()])
 
 
 def adamw(groups: Sequence[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:

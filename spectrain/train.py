@@ -33,11 +33,10 @@ from spectrain.batches import deal, open_source, plan_steps, read_steps, step_se
 from spectrain.capture import check_rejected
 from spectrain.checks import CheckFailed
 from spectrain.config import RunConfig
-from spectrain.data.packing import Sample, pack
 from spectrain.features import FeatureBatch, FeatureStore
 from spectrain.joint import Joint, answer_rows
 from spectrain.kernels.products import bfloat16_products
-from spectrain.objectives import Objective, RowIndex
+from spectrain.objectives import Objective, RowIndex, num_slots
 from spectrain.optim import build_optimizer, learning_rate, set_learning_rate, trainable
 from spectrain.record import Record
 from spectrain.target import Target
@@ -127,11 +126,9 @@ class _Loop:
             self.joint = Joint(config, target, drafter, steps=len(self.plan))
             self.optimizer = self.joint.optimizer(self.optimizer, config)
         self.parameters = trainable(drafter)
-        for parameter in self.parameters.values():
-            broadcast(parameter.data)
         self.norms = {name: p.detach().clone() for name, p in self.parameters.items() if p.ndim == 1}
         self.objective = Objective(config.objective, drafter, target)
-        self.slots = _num_slots(drafter)
+        self.slots = num_slots(drafter)
         samples = fingerprint([source.content, source.ids])
         self.settings = checkpoint.settings(config, self.target_print, samples)
         self.step, self.overflows = 0, 0
@@ -141,16 +138,30 @@ class _Loop:
         ) | {"steps_empty": 0, "steps_overflowed": 0}
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, which must be of the same settings."""
+        """Go on from the newest checkpoint, which must be of the same settings, or begin."""
         found = [checkpoint.latest(self.folder) if self.accelerator.is_main_process else None]
         folder = broadcast_object_list(found)[0]
         if folder is None:
-            return
+            return self._begin()
         state = checkpoint.restore(folder, self.drafter, self.optimizer)
         checkpoint.check_settings(folder, state["settings"], self.settings, self.config)
         self.step, self.tau, self.counters = state["step"], state["best_tau"], state["counters"]
         self.overflows = state["overflows_in_row"]
         log.info("resumed from %s: step %d of %d", folder, self.step, len(self.plan))
+
+    def _begin(self) -> None:
+        """Start alike on every process; a drafter that wants states of the target has those of the first
+        pass."""
+        if hasattr(self.drafter, "start_from"):
+            steps = (step.samples for step in self.plan if step.pass_number == 0)
+            micro, device = self.config.train.micro_tokens, self.accelerator.device
+            rows = (row for samples in steps for row in deal(samples, self.source.lengths, micro, 1)[0])
+            batches = (self.source.read(row)[0] for row in rows)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.config.train.seed)
+                self.drafter.start_from(batch.to(device) for batch in batches if batch is not None)
+        for parameter in self.parameters.values():
+            broadcast(parameter.data)
 
     def run(self) -> None:
         if self.step == len(self.plan):
@@ -382,12 +393,3 @@ class _Loop:
             )
             log.info("norm entries that still equal their initial value: %d of %d", unchanged, total)
         return TrainResult(self.step, dict(counters), self.tau, unchanged, total)
-
-
-def _num_slots(drafter) -> int:
-    """K, asked of the family with a batch that supervises nothing, so that a process without rows knows it
-    too."""
-    nothing = Sample(
-        "", torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool), torch.full((2,), -1)
-    )
-    return drafter.index(pack([nothing])).slots

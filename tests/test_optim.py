@@ -124,3 +124,34 @@ def test_two_processes_turn_half_of_the_matrices_each_and_keep_every_momentum(mo
         assert all(torch.equal(a, b) for a, b in zip(momenta, kept, strict=True))
         for i, matrix in enumerate(matrices):
             assert torch.equal(matrix, alone[i] if i in mine else before[i])
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6, bias=False)
+        self.second = nn.Linear(6, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def slow_rows(self):
+        return {"first.weight": 2}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_slow_rows_take_a_tenth_of_what_they_would_have_taken(optimizer):
+    moved = []
+    for slow in ({"first.weight": 2}, {}):
+        torch.manual_seed(0)
+        drafter = TwoMatrices()
+        drafter.slow_rows = lambda slow=slow: slow
+        before = [p.detach().clone() for p in drafter.parameters()]
+        optimizers = build_optimizer(drafter, TrainConfig(optimizer=optimizer))
+        for i, p in enumerate(drafter.parameters()):
+            p.grad = torch.arange(1, p.numel() + 1, dtype=torch.float32).view_as(p) + i
+        optimizers.step()
+        moved.append([p.detach() - old for p, old in zip(drafter.parameters(), before, strict=True)])
+    (_, first, second), (_, first_plain, second_plain) = moved
+    torch.testing.assert_close(first[:2], optim.SLOW * first_plain[:2], rtol=1e-3, atol=1e-8)
+    assert torch.equal(first[2:], first_plain[2:])
+    assert torch.equal(second, second_plain)
+    assert float(first_plain[:2].abs().min()) > 1e-5

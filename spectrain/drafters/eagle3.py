@@ -11,7 +11,7 @@ and `lm_head` give logits over the kept ids.
 Legend: T tokens, R rows, D hidden, H heads, G key/value heads, K head dim, W kept ids, L taps.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -22,16 +22,19 @@ from torch import nn
 from transformers import LlamaConfig
 
 from spectrain.cache import CacheLayout
-from spectrain.checks import at_least
+from spectrain.checks import at_least, choose
 from spectrain.data.packing import TokenBatch
+from spectrain.drafters import copying
 from spectrain.drafters.eagle3_forms import ADDS_ONE_AFTER_ONE, check_served
 from spectrain.drafters.eagle3_forms import imported as imported
 from spectrain.drafters.feature_drafting import Advance, FeatureDrafting
 from spectrain.drafters.layers import (
     SHAPE_KEYS,
+    Attend,
     GatedMLP,
     RMSNorm,
     Rotary,
+    default_taps,
     draft_config,
     rotate,
     share_tensor,
@@ -76,14 +79,18 @@ class Config:
     """Hidden size of the drafter; 0: the target's. Another one brings a trained embedding, and no export."""
     head: str = "trained"
     """trained, or frozen: the target's rows as they are, without the products of their gradient."""
+    start: str = "random"
+    """random, or copying: some heads begin as induction heads (drafters/copying.py)."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Sizes of the layer that are not the target's, by key of its config; `init_from` fills them in."""
     init_from: str = ""
     """Folder or hub id of a published drafter whose weights training starts from; "": new ones."""
 
     def __post_init__(self):
-        if self.head not in ("trained", "frozen"):
-            raise ValueError(f"drafter.head={self.head!r}: expected trained or frozen")
+        choose("drafter.head", self.head, ("trained", "frozen"))
+        choose("drafter.start", self.start, ("random", "copying"))
+        if self.start == "copying" and self.init_from:
+            raise ValueError(f"drafter.start=copying: no effect with drafter.init_from={self.init_from!r}")
         at_least("drafter.unroll", self.unroll, 1)
         at_least("drafter.layers", self.layers, 1)
         if sorted(set(self.taps)) != list(self.taps):
@@ -120,10 +127,6 @@ class Attention(nn.Module):
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[N, (H + 2G) K] -> q [H, N, K], k and v [G, N, K]."""
         return tuple(x.view(len(x), -1, self.head_dim).transpose(0, 1) for x in qkv.split(self.sizes, -1))
-
-
-# (q [H, N, K], k and v [G, N, K]) -> [H, N, K]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Layer(nn.Module):
@@ -178,8 +181,7 @@ class Eagle3(nn.Module):
         self.draft_config = draft_config(target, config.width, config.shape)
         self.vocab_size = target.vocab_size
         D, Dt, eps = self.draft_config.hidden_size, target.hidden_size, self.draft_config.rms_norm_eps
-        norms = [RMSNorm(Dt, eps) for _ in self.taps] if config.fc_norm else []
-        self.fc_norm = nn.ModuleList(norms)
+        self.fc_norm = nn.ModuleList(RMSNorm(Dt, eps) for _ in self.taps if config.fc_norm)
         self.fc = nn.Linear(len(self.taps) * Dt, D, bias=False)
         self.midlayer = Layer(self.draft_config, first=True, norm_before_residual=config.norm_before_residual)
         behind = {str(i): Layer(self.draft_config, first=False) for i in range(1, config.layers)}
@@ -196,12 +198,25 @@ class Eagle3(nn.Module):
         own, where widths differ."""
         return (self.embed_tokens or self._embedding[0])(ids_T).to(self.fc.weight.dtype)
 
-    def fuse(self, taps_TLD: torch.Tensor) -> torch.Tensor:
-        """The state [T, D] that step 0 starts from."""
+    def fc_input(self, taps_TLD: torch.Tensor) -> torch.Tensor:
+        """What `fc` reads [T, L Dt]."""
         taps = taps_TLD.to(self.fc.weight.dtype)
         if len(self.fc_norm):
             taps = torch.stack([norm(taps[:, i]) for i, norm in enumerate(self.fc_norm)], 1)
-        return self.fc(taps.flatten(1))
+        return taps.flatten(1)
+
+    def fuse(self, taps_TLD: torch.Tensor) -> torch.Tensor:
+        """The state [T, D] that step 0 starts from."""
+        return self.fc(self.fc_input(taps_TLD))
+
+    def start_from(self, batches: Iterable[FeatureBatch]) -> None:
+        """Told before the first step of a training, with the features of its samples."""
+        if self.config.start == "copying":
+            copying.start_copying(self, batches)
+
+    def slow_rows(self) -> dict[str, int]:
+        """Of matrices by name, how many leading rows learn slowly."""
+        return copying.slow_rows(self) if self.config.start == "copying" else {}
 
     def head_weight(self) -> torch.Tensor:
         return self.lm_head.weight
@@ -356,16 +371,6 @@ class Eagle3(nn.Module):
         }
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's layer ids: one low, one middle, one high.
-
-    Below seven layers, as only targets of tests have, some of the three coincide or do not exist and fewer
-    are left; `drafter.taps` names others.
-    """
-    found = {1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers))
-    return tuple(sorted(found)) or (num_layers - 1,)
-
-
 def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
     """An initialised drafter on the target's device. kept_ids: int64 [W], the draft vocabulary, ascending.
 
@@ -373,6 +378,7 @@ def build(config: Config, target: Target, kept_ids: torch.Tensor) -> Eagle3:
     begins on the token itself, whose value alone brings the embedding of the next token to the state.
     """
     drafter = Eagle3(config, target, kept_ids)
+    drafter.slow_rows()  # refuses what cannot copy
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=drafter.draft_config.hidden_size**-0.5)

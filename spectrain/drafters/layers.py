@@ -4,7 +4,7 @@ Knows no family. Legend: T tokens, D hidden, H heads, K head dim.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ OWN_SHAPE = (  # of SHAPE_KEYS, those in which a drafter may differ from its tar
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
     "rope_parameters",
 )  # fmt: skip
+
+# (q [H, N, K], k and v [G, N, K]) -> [H, N, K]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -175,6 +178,16 @@ def share_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
     assert target.shape == source.shape, f"{tuple(target.shape)} from {tuple(source.shape)}"
     with torch.no_grad():
         target.copy_(source)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's layer ids: one low, one middle, one high.
+
+    Below seven layers, as only targets of tests have, some of the three coincide or do not exist and fewer
+    are left; `drafter.taps` names others.
+    """
+    found = {1, num_layers // 2 - 1, num_layers - 4} & set(range(num_layers))
+    return tuple(sorted(found)) or (num_layers - 1,)
 
 
 def has_plain_head(target: Target) -> bool:

@@ -196,7 +196,7 @@ def test_a_frozen_head_stays_the_targets_rows_and_the_rest_learns(llama):
 
 
 def test_an_unknown_way_of_the_head_is_refused():
-    with pytest.raises(ValueError, match="drafter.head='thawed': expected trained or frozen"):
+    with pytest.raises(ValueError, match="drafter.head='thawed': expected one of trained, frozen"):
         Config(head="thawed")
 
 
