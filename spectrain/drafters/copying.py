@@ -9,10 +9,10 @@ Row j of EAGLE-3 holds the target's states at token j and the embedding of token
 
 What states say of their own token and of the one before it are linear maps, fitted to embeddings by ridge
 regression on states of the target. Both are compared, so that two tokens in a row count for more than one.
-Such induction heads (Olsson et al. 2022, "In-context learning and induction heads") come by themselves after
-far more text than a drafter sees (docs/log.md). The rows of weights that make them learn slowly: at the
-rate that suits the rest they are gone after a few steps. Knows EAGLE-3's weights, no data and no loop.
-Legend: N tokens, D hidden, K head dim, W kept ids, L taps.
+A drafter that learns from a few hundred thousand tokens finds no such induction heads (Olsson et al. 2022,
+"In-context learning and induction heads") by itself (docs/log.md). The rows of weights that make them learn
+slowly: at the rate that suits the rest they are gone after a few steps. Knows EAGLE-3's weights, no data and
+no loop. Legend: M rows, D hidden, Dt hidden of the target, K head dim.
 """
 
 from collections.abc import Iterable
@@ -95,13 +95,15 @@ def slow_rows(drafter: Any) -> dict[str, int]:
 @torch.no_grad()
 def start_copying(drafter: Any, batches: Iterable[FeatureBatch]) -> None:
     """Write the copying heads into an untrained drafter; batches: text with the target's states, of which no
-    more is read than the maps need."""
+    more is read than the maps need. Raises ValueError if there is none."""
     found, attn = marks(drafter), drafter.midlayer.self_attn
     states = _States(drafter)
     for batch in batches:
         states.add(batch)
         if states.count >= TOKENS * states.gram.shape[0]:
             break
+    if not states.count:
+        raise ValueError("drafter.start=copying: no sample of the first pass is longer than two tokens")
     # tokens of the text, each once
     seen = torch.isin(drafter.kept_ids, torch.cat(states.seen).unique())
     known, mean = _centred(drafter.midlayer.input_layernorm(drafter.embed(drafter.kept_ids[seen])).float())
@@ -194,6 +196,7 @@ def _whitening(centred_MD: torch.Tensor, count: int) -> torch.Tensor:
     values, vectors = torch.linalg.eigh((centred_MD.T @ centred_MD / len(centred_MD)).double())
     last = len(values) - SKIPPED
     first = last - max(count, int(SPANNED * len(values)))
-    white = vectors[:, first:last] / values[first:last].clamp(min=1e-12).sqrt()
+    least = max(RIDGE * values[last - 1].item(), 1e-12)  # where there are fewer tokens than directions
+    white = vectors[:, first:last] / values[first:last].clamp(min=least).sqrt()
     mixed = torch.linalg.qr(torch.randn(last - first, count, dtype=white.dtype).to(white))[0]
     return (white @ mixed).T.float()

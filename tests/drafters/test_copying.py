@@ -149,6 +149,15 @@ def test_other_forms_start_too(target, settings):
     assert all(bool(value.isfinite().all()) for value in drafter.state_dict().values())
 
 
+def test_a_text_of_few_tokens_leaves_weights_of_ordinary_size(target):
+    drafter = copier(target)
+    drafter.start_from([told(target, drafter, [1, 2, 3, 1, 2, 3, 1])])
+    largest = max(float(weight.abs().max()) for weight in drafter.state_dict().values())
+    assert largest < 100
+    with pytest.raises(ValueError, match="drafter.start=copying: no sample of the first pass is longer than"):
+        drafter.start_from([told(target, drafter, [1, 2])])
+
+
 def test_what_cannot_copy_is_refused():
     single = Target(tiny_llama(heads=4, kv_heads=1))
     with pytest.raises(ValueError, match="drafter.start=copying: needs a key/value head of its own"):
