@@ -15,6 +15,7 @@ import torch
 
 from spectrain.data.packing import Sample, TokenBatch
 from spectrain.kernels.attention import attend
+from spectrain.target import Call, packed_layout
 
 LEAST = 8
 """Tokens of a prefix that is worth a row of its own: such a row's attention is masked block by block, which
@@ -65,4 +66,10 @@ class shared_prefix_layout:
         return out
 
     def calls(self, ids_T, positions_T):
-        raise NotImplementedError("documents of a shared prefix cannot be run one by one")
+        """The prefix, then each document with it: what is run one by one shares nothing."""
+        prefix = torch.arange(self.offsets[0], device=ids_T.device)
+        for a, b in pairwise((0, *self.offsets)):
+            rows = torch.arange(a, b, device=ids_T.device)
+            rows = torch.cat((prefix, rows)) if a else rows
+            replayed = len(prefix) if a else 0
+            yield Call(ids_T[rows], positions_T[rows], packed_layout((0, len(rows))), replayed=replayed)

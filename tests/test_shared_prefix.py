@@ -108,3 +108,7 @@ def test_a_recurrent_target_runs_documents_whole():
     row = capture_batch(target, SAMPLES, (0, 2))
     alone = torch.cat([capture_batch(target, [one], (0, 2)).final for one in SAMPLES])
     torch.testing.assert_close(row.final, alone, atol=2e-6, rtol=1e-5)
+    tokens = pack(SAMPLES)
+    run, places, layout = share(tokens, len(SYSTEM))
+    shared = target.states(tokens.ids[run], tokens.positions[run], layout).final[places]
+    torch.testing.assert_close(shared, alone, atol=2e-6, rtol=1e-5)
