@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,3 +244,33 @@ def test_a_difference_on_one_process_fails_the_certificate():
     found = merge([part, wrong])
     assert (found["pass"], found["differences"], found["difference_list"]) == (False, 1, [{"text": "q1"}])
     assert (found["tokens"], found["prompts"]) == (100, 4)
+
+
+def test_two_processes_share_prompts_and_sampled_runs(monkeypatch):
+    done: dict[str, list] = {"greedy": [], "sampled": []}
+
+    def greedy_part(target, drafters, questions, config, plans):
+        done["greedy"].append([config.greedy_prompts, [q.id for q in questions]])
+        plan = {"proposal": "chain", "length": 3, "tokens": 30 * config.greedy_prompts}
+        found = {"prompts": config.greedy_prompts, "differences": 0, "difference_list": [], "ties": []}
+        return {**found, "plans": [plan], "pass": True}
+
+    def sampled(target, drafters, questions, config, run):
+        done["sampled"].append(run.name)
+        return {"name": run.name, "p_value": 0.5, "tokens": 100, "statistic": 0.1}
+
+    monkeypatch.setattr(certificate, "greedy_certificate", greedy_part)
+    monkeypatch.setattr(certificate, "sampled_run", sampled)
+    sampling = replace(CHAIN, name="t1", temperature=1.0)
+    config = EvalConfig(runs=[CHAIN, sampling], greedy_prompts=4, greedy_tokens=30, sampling_tokens=130)
+    gathered: list[list] = []
+    for rank in (0, 1):
+        process = SimpleNamespace(process_index=rank, num_processes=2)
+        monkeypatch.setattr(certificate, "PartialState", lambda process=process: process)
+        monkeypatch.setattr(certificate, "gather_object", lambda mine: gathered.append(mine) or mine)
+        certify(SimpleNamespace(dtype=torch.float32), {}, QUESTIONS, config, {"chain": []})
+    # 130 tokens of sampling on the first; two arms of 30 tokens for each of four prompts: three on the second
+    assert done["sampled"] == ["t1"]
+    assert done["greedy"] == [[1, ["q3", "q4"]], [3, ["q0", "q1", "q2", "q5"]]]
+    greedy_parts = [part for parts in (gathered[0], gathered[2]) for found in parts for part in found]
+    assert merge(greedy_parts)["prompts"] == 4
