@@ -113,7 +113,8 @@ def test_merged_weights_are_the_tuned_target():
         expected = finals(target)
     merged = Target(tiny_llama(vocab=V))
     merge(merged, dict(drafter.adapters.named_parameters()), joint.settings.scale)
-    torch.testing.assert_close(finals(merged), expected, atol=1e-4, rtol=1e-4)
+    assert (finals(target) - expected).abs().max() > 0.1
+    torch.testing.assert_close(finals(merged), expected, atol=5e-4, rtol=1e-4)  # sums in another order
 
 
 # The loss

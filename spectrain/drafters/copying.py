@@ -95,19 +95,23 @@ def slow_rows(drafter: Any) -> dict[str, int]:
 @torch.no_grad()
 def start_copying(drafter: Any, batches: Iterable[FeatureBatch]) -> None:
     """Write the copying heads into an untrained drafter; batches: text with the target's states, of which no
-    more is read than the maps need. Raises ValueError if there is none."""
+    more is read than the maps need. Raises ValueError if it has too few different tokens."""
     found, attn = marks(drafter), drafter.midlayer.self_attn
     states = _States(drafter)
     for batch in batches:
         states.add(batch)
         if states.count >= TOKENS * states.gram.shape[0]:
             break
-    if not states.count:
-        raise ValueError("drafter.start=copying: no sample of the first pass is longer than two tokens")
     # tokens of the text, each once
-    seen = torch.isin(drafter.kept_ids, torch.cat(states.seen).unique())
+    seen = torch.isin(drafter.kept_ids, torch.cat([drafter.kept_ids[:0], *states.seen]))
+    count = max(found.own + found.before, attn.head_dim)
+    if seen.sum() <= SKIPPED + count:
+        raise ValueError(
+            f"drafter.start=copying: the first pass has {int(seen.sum())} different tokens of the draft "
+            f"vocabulary; expected more than {SKIPPED + count}, or drafter.start=random"
+        )
     known, mean = _centred(drafter.midlayer.input_layernorm(drafter.embed(drafter.kept_ids[seen])).float())
-    look = _whitening(known, max(found.own + found.before, attn.head_dim))
+    look = _whitening(known, count)
     own, before = look[: found.own], look[found.own : found.own + found.before]
 
     D, K, n = drafter.draft_config.hidden_size, attn.head_dim, found.channels
@@ -196,7 +200,7 @@ def _whitening(centred_MD: torch.Tensor, count: int) -> torch.Tensor:
     values, vectors = torch.linalg.eigh((centred_MD.T @ centred_MD / len(centred_MD)).double())
     last = len(values) - SKIPPED
     first = last - max(count, int(SPANNED * len(values)))
-    least = max(RIDGE * values[last - 1].item(), 1e-12)  # where there are fewer tokens than directions
+    least = max(RIDGE * values.mean().item(), 1e-12)  # where there are fewer tokens than directions
     white = vectors[:, first:last] / values[first:last].clamp(min=least).sqrt()
     mixed = torch.linalg.qr(torch.randn(last - first, count, dtype=white.dtype).to(white))[0]
     return (white @ mixed).T.float()

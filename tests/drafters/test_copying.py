@@ -149,13 +149,20 @@ def test_other_forms_start_too(target, settings):
     assert all(bool(value.isfinite().all()) for value in drafter.state_dict().values())
 
 
-def test_a_text_of_few_tokens_leaves_weights_of_ordinary_size(target):
+def test_fewer_tokens_than_directions_leave_weights_of_ordinary_size(target):
     drafter = copier(target)
-    drafter.start_from([told(target, drafter, [1, 2, 3, 1, 2, 3, 1])])
+    drafter.start_from([told(target, drafter, list(range(90)))])
     largest = max(float(weight.abs().max()) for weight in drafter.state_dict().values())
     assert largest < 100
-    with pytest.raises(ValueError, match="drafter.start=copying: no sample of the first pass is longer than"):
-        drafter.start_from([told(target, drafter, [1, 2])])
+
+
+def test_a_text_of_too_few_tokens_is_refused(target):
+    drafter = copier(target)
+    message = "drafter.start=copying: the first pass has 3 different tokens .*; expected more than 68"
+    with pytest.raises(ValueError, match=message):
+        drafter.start_from([told(target, drafter, [1, 2, 3, 1, 2, 3, 1])])
+    with pytest.raises(ValueError, match="has 0 different tokens"):
+        drafter.start_from([])
 
 
 def test_what_cannot_copy_is_refused():
