@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 
 from spectrain import capture as module
 from spectrain.artifacts import MANIFEST
@@ -85,3 +86,4 @@ def all_processes(folder: Path) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[2]](Path(sys.argv[1]), *sys.argv[3:])
+    PartialState().destroy_process_group()  # as the command does: threads that outlive it abort the process

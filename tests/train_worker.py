@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from accelerate import PartialState
 
 from spectrain import checkpoint
 from spectrain import train as module
@@ -91,3 +92,4 @@ def nan_on_one_process(folder):
 
 if __name__ == "__main__":
     globals()[sys.argv[2]](Path(sys.argv[1]), *sys.argv[3:])
+    PartialState().destroy_process_group()  # as the command does: threads that outlive it abort the process
